@@ -1,0 +1,37 @@
+"""Removes the q/k/v copies that attention kernels never needed, from torch.compile graphs."""
+
+from .backend import backend, configured, explain, inductor_options
+from .graph_pass import Options, StridedQKVPass, capture
+from .layout import StrideContract
+from .reason import Reason
+from .report import CopyDecision, Report
+from .tags import (
+    Site,
+    StrideTag,
+    register_stride_tag,
+    stride_capable,
+    stride_tags,
+    unregister_stride_tag,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CopyDecision",
+    "Options",
+    "Reason",
+    "Report",
+    "Site",
+    "StrideContract",
+    "StrideTag",
+    "StridedQKVPass",
+    "backend",
+    "capture",
+    "configured",
+    "explain",
+    "inductor_options",
+    "register_stride_tag",
+    "stride_capable",
+    "stride_tags",
+    "unregister_stride_tag",
+]

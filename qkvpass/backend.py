@@ -1,0 +1,129 @@
+"""Entry points: the torch.compile backend, Inductor options, and ``explain``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from .compat import CustomGraphPass, compile_with_inductor, stop_after_joint_passes
+from .graph_pass import Options, StridedQKVPass, capture, listen
+from .report import Report
+
+_calls = itertools.count()
+_SLOT = "joint_custom_post_pass"
+
+
+class Chain(CustomGraphPass):
+    """The user's own pass of a slot, then ours. One callable: torch 2.11 takes no lists."""
+
+    def __init__(self, passes: tuple[Callable[[Graph], None], ...]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any | None:
+        ids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
+        return None if None in ids else tuple(ids)
+
+
+def inductor_options(**options: Any) -> dict[str, Any]:
+    """Inductor options that add the pass: for ``torch.compile(options=…)`` and AOTInductor.
+
+    A pass that the user keeps in the same slot runs first.
+
+    Args:
+        options: fields of :class:`Options`.
+    """
+    return {_SLOT: _with_users_pass(StridedQKVPass(Options(**options)))}
+
+
+def _with_users_pass(ours: StridedQKVPass) -> CustomGraphPass:
+    from torch._inductor import config
+
+    slot = getattr(config, _SLOT)
+    users = tuple(slot) if isinstance(slot, (list, tuple)) else () if slot is None else (slot,)
+    users = tuple(one for one in users if not isinstance(one, (Chain, StridedQKVPass)))
+    return Chain((*users, ours)) if users else ours
+
+
+class Backend:
+    """A torch.compile backend: Inductor with the pass added.
+
+    Backends with equal options are one object (:func:`configured`), so that Dynamo, which
+    compiles anew for each backend object, does so once.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.__name__ = "qkvpass"
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        patches = dict(kwargs.get("options") or {})
+        patches.setdefault(_SLOT, _with_users_pass(StridedQKVPass(self.options)))
+        return compile_with_inductor(gm, example_inputs, patches, kwargs.get("mode"))
+
+
+@functools.lru_cache(maxsize=None)
+def configured(**options: Any) -> Backend:
+    """The backend with these :class:`Options`; the same object for the same options."""
+    return Backend(Options(**options))
+
+
+backend = configured()
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    dynamic: bool | None = None,
+    train: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Say what the pass would do to ``model`` and why. Changes nothing.
+
+    Dynamo and Inductor's graph passes run afresh, without code generation and caches; the
+    model's own maths then runs eagerly once.
+
+    Args:
+        model: a module or function.
+        args, kwargs: inputs to call it with.
+        dynamic: as for ``torch.compile``.
+        train: trace with grad, as a joint forward and backward graph.
+
+    Returns:
+        One report over all graphs that the call compiled.
+    """
+    reports: list[Report] = []
+
+    def explainer(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        with listen(reports.append):
+            patches = {_SLOT: _with_users_pass(StridedQKVPass())}
+            return stop_after_joint_passes(gm, example_inputs, patches)
+
+    compiled = torch.compile(_fresh(model), backend=explainer, dynamic=dynamic)
+    devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(train):
+        compiled(*args, **kwargs)
+    return Report.merge(reports)
+
+
+def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A caller of ``model`` with a code object of its own: Dynamo caches by code object."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    name = f"qkvpass_explain_{next(_calls)}"
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+__all__ = ["Backend", "Chain", "backend", "capture", "configured", "explain", "inductor_options"]

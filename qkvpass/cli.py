@@ -1,0 +1,278 @@
+"""The command line: ``qkvpass explain``, ``qkvpass ops``, ``qkvpass demo``."""
+
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+from .builtin_ops import BUILTIN_OPS
+from .layout import StrideContract
+from .report import Report
+from .tags import StrideTag, stride_tags
+
+OPS_SCHEMA = 1
+
+
+class TargetError(Exception):
+    """A target that cannot be turned into a model; the message says what to give instead."""
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app = make_app()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(
+            f"qkvpass: {error.name} is not installed; the command line needs "
+            'pip install "qkvpass[cli]"'
+        )
+    app()
+
+
+def make_app() -> Any:
+    """The typer application.
+
+    Raises:
+        ModuleNotFoundError: if the ``cli`` extra is not installed.
+    """
+    import rich  # noqa: F401  # said here rather than in the middle of a command
+    import typer
+
+    app = typer.Typer(
+        help="Removes the copies in front of attention ops that read strided q, k, v.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_show_locals=False,
+    )
+
+    @app.command()
+    def explain(
+        target: Annotated[
+            str,
+            typer.Argument(
+                help="timm:NAME, or pkg.module:factory, where factory() returns (model, args) "
+                "or (model, args, kwargs)."
+            ),
+        ],
+        as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+        diff: Annotated[bool, typer.Option(help="Print the graph before and after, too.")] = False,
+        dynamic: Annotated[bool, typer.Option(help="Compile with dynamic shapes.")] = False,
+        train: Annotated[bool, typer.Option(help="Compile forward and backward.")] = False,
+    ) -> None:
+        """Compile a model and say what became of each copy in front of its attention."""
+        if as_json and diff:
+            raise typer.BadParameter("--json holds both graphs already; leave --diff out")
+        try:
+            report = explain_target(target, dynamic=dynamic, train=train)
+        except TargetError as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(report.to_json() if as_json else report)
+        if diff:
+            print_diff(report)
+
+    @app.command()
+    def ops(
+        as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    ) -> None:
+        """List every attention op that is known: whether it reads strides, on what evidence."""
+        rows = ops_rows()
+        if as_json:
+            typer.echo(json.dumps({"schema": OPS_SCHEMA, "ops": rows}, indent=2))
+        else:
+            print_ops(rows)
+
+    @app.command()
+    def demo(
+        layers: Annotated[int, typer.Option(min=1, help="Layers of the encoder.")] = 3,
+    ) -> None:
+        """Run the main job on a small encoder on the CPU, and check every claim."""
+        from . import demo as job
+
+        raise typer.Exit(job.main(layers))
+
+    return app
+
+
+def explain_target(target: str, *, dynamic: bool = False, train: bool = False) -> Report:
+    """The report on the model that ``target`` names.
+
+    Raises:
+        TargetError: if there is no such model.
+    """
+    import qkvpass
+
+    model, args, kwargs = load_target(target, train=train)
+    # None lets torch.compile decide, as it does for a user who says nothing.
+    return qkvpass.explain(model, *args, dynamic=dynamic or None, train=train, **kwargs)
+
+
+def load_target(target: str, *, train: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) of ``timm:NAME`` or ``pkg.module:factory``.
+
+    Raises:
+        TargetError: if the target is malformed, or does not lead to a model.
+    """
+    source, colon, name = target.partition(":")
+    if not (source and colon and name):
+        raise TargetError(f"{target!r} is no target; give timm:NAME or pkg.module:factory")
+    model, args, kwargs = _timm_model(name) if source == "timm" else _factory_model(source, name)
+    if source == "timm":
+        model.train(train)
+    return model, args, kwargs
+
+
+def _timm_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f'{error.name} is not installed; timm models need pip install "qkvpass[encoders]"'
+        ) from error
+    if not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise TargetError(f"timm has no model {name!r}{hint}")
+    model = timm.create_model(name, pretrained=False)
+    size = timm.data.resolve_model_data_config(model)["input_size"]
+    # Two images: with one, dims of size 1 make some copies views.
+    return model, (torch.randn(2, *size),), {}
+
+
+def _factory_model(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    made = _factory(module, name)()
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
+        _wrong_result(module, name, made)
+    model, args, kwargs = (*made, {})[:3]
+    if not (isinstance(args, (tuple, list)) and isinstance(kwargs, dict)):
+        _wrong_result(module, name, made)
+    return model, tuple(args), kwargs
+
+
+def _factory(module: str, name: str) -> Callable[[], Any]:
+    # A console script does not have the working directory on its path; python -m does.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise TargetError(f"{module} needs {error.name}, which is not installed") from error
+        raise TargetError(
+            f"there is no module {error.name!r}; run from the directory that holds it, "
+            "or install it"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise TargetError(f"{module} has no {name!r}; give the name of a function in it")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TargetError(f"{module}:{name} is {type(found).__name__}; give a function")
+    return found
+
+
+def _wrong_result(module: str, name: str, made: Any) -> NoReturn:
+    shape = type(made).__name__
+    if isinstance(made, tuple):
+        shape = f"({', '.join(type(part).__name__ for part in made)})"
+    raise TargetError(
+        f"{module}:{name}() returned {shape}; return (model, args) or (model, args, kwargs), "
+        "with args a tuple and kwargs a dict"
+    )
+
+
+def print_diff(report: Report) -> None:
+    """The graph's diff, in colour on a terminal."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    diff = report.diff() or "the graph is unchanged"
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(diff, "diff", background_color="default", word_wrap=True))
+    else:
+        print(diff)
+
+
+def ops_rows() -> list[dict[str, Any]]:
+    """What is known of every attention op, as plain data."""
+    aliases = {op.name: _strings(getattr(op, "known_as", ())) for op in BUILTIN_OPS}
+    return [_ops_row(tag, aliases.get(tag.op, [])) for tag in stride_tags()]
+
+
+def _ops_row(tag: StrideTag, known_as: list[str]) -> dict[str, Any]:
+    return {
+        "op": tag.op,
+        "known_as": known_as,
+        "status": tag.status.value,
+        "operands": list(tag.operands),
+        "contract": contract_text(tag.contract) if tag.status.capable else "",
+        "condition": getattr(tag.when, "__name__", repr(tag.when)) if tag.when else "",
+        "backward_of": tag.backward_of or "",
+        "evidence": tag.evidence,
+        "by": tag.by,
+    }
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value] if value else []
+    return list(value)
+
+
+def contract_text(contract: StrideContract) -> str:
+    """A contract in a few words."""
+    facts = [f"{contract.alignment}-byte alignment"]
+    if contract.max_offset is not None:
+        facts.append(f"offsets up to {contract.max_offset}")
+    if contract.allow_broadcast:
+        facts.append("stride 0 is fine")
+    if not contract.allow_storage_offset:
+        facts.append("no storage offset")
+    facts += [f"{' and '.join(group)} alike" for group in contract.together]
+    if contract.output is not None:
+        facts.append(f"output {contract.output}")
+    return ", ".join(facts)
+
+
+def print_ops(rows: list[dict[str, Any]]) -> None:
+    """The rows of :func:`ops_rows` as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=True)
+    widths = {
+        "op": 44,
+        "status": 10,
+        "operands": 18,
+        "contract": 24,
+        "condition": 16,
+        "evidence": 36,
+    }
+    for title, width in widths.items():
+        table.add_column(title, overflow="fold", max_width=width)
+    colours = {"certified": "green", "declared": "cyan", "dense-only": "red"}
+    for row in rows:
+        # Text, since evidence may hold brackets that rich would take for markup.
+        table.add_row(
+            Text("\n".join([row["op"], *(f"known as {alias}" for alias in row["known_as"])])),
+            Text(row["status"], style=colours.get(row["status"], "yellow")),
+            Text(", ".join(row["operands"])),
+            Text(row["contract"]),
+            Text(row["condition"]),
+            Text(row["evidence"]),
+        )
+    console = Console()
+    if not console.is_terminal:
+        # A pipe has no width; 80 columns would break every cell.
+        console.width = 160
+    console.print(table)
+    capable = sum(row["status"] in ("certified", "declared") for row in rows)
+    console.print(f"{len(rows)} entries, {capable} of them read strides", highlight=False)

@@ -1,0 +1,99 @@
+"""The private names of torch that qkvpass cannot do without, all in one place.
+
+Tried on torch 2.11.0, 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import get_hash_for_files as _hash_for_files
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tensor_metadata
+
+__all__ = [
+    "CustomGraphPass",
+    "NewGuard",
+    "detect_fake_mode",
+    "extract_tensor_metadata",
+    "hash_files",
+    "no_new_guards",
+    "sort_topologically",
+]
+
+
+class NewGuard(RuntimeError):
+    """Deciding a layout would have needed a guard."""
+
+
+@contextlib.contextmanager
+def no_new_guards(mode: FakeTensorMode) -> Iterator[None]:
+    """Raise :class:`NewGuard` where an op under ``mode`` would specialise a symbol.
+
+    torch 2.14 has ``ShapeEnv.error_on_new_guards``; before it the same check point is
+    made to raise.
+    """
+    env = mode.shape_env
+    if env is None:
+        yield
+        return
+
+    def refuse(expr: Any, concrete: Any) -> None:
+        raise NewGuard(f"{expr} == {concrete}")
+
+    env._check_frozen = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del env._check_frozen
+
+
+def sort_topologically(graph: torch.fx.Graph) -> None:
+    """Move nodes behind their inputs, keeping the order otherwise."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+def hash_files(paths: tuple[str, ...]) -> bytes:
+    """One digest over the contents of ``paths``."""
+    return bytes(_hash_for_files(paths))
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any], mode: str | None
+) -> Any:
+    """Stock Inductor under ``patches``, which hold for a lazily compiled backward too."""
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    if mode and mode != "default":
+        patches = {**list_mode_options(mode), **patches}
+    return compile_fx(gm, inputs, config_patches=patches)
+
+
+def stop_after_joint_passes(
+    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any]
+) -> Any:
+    """Inductor's graph passes with caches off; the graphs then run without code generation."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def keep(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        def run(inputs: list[Any]) -> Any:
+            return gm(*inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with (
+        config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        return compile_fx(gm, inputs, inner_compile=keep, config_patches=patches)

@@ -1,0 +1,186 @@
+"""Which copies go: every candidate and every group through the rule, then the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from torch.fx import Node
+
+from . import policy, tags
+from .match import Candidate, Facts, find_candidates, is_hop
+from .reason import Reason
+from .safety import Overlay, Propagation, Refused
+
+Verdict = tuple[Reason, str]
+
+
+@dataclass
+class Decisions:
+    """The outcome for every candidate.
+
+    Args:
+        candidates: copies that reach an attention operand, in graph order.
+        overlay: what the graph looks like with the accepted ones gone.
+        kept: why the others stay, by node.
+    """
+
+    candidates: list[Candidate]
+    overlay: Overlay
+    kept: dict[Node, Verdict] = field(default_factory=dict)
+
+    @property
+    def removed(self) -> list[Node]:
+        return [c.node for c in self.candidates if c.node in self.overlay.removed]
+
+
+def decide(facts: Facts, target: str, limit: int | None = None) -> Decisions:
+    """Decide all candidates of a graph.
+
+    Args:
+        facts: of the graph.
+        target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
+        limit: stop after this many removals (to halve down to a culprit); None for all.
+    """
+    chooser = _Chooser(facts, target)
+    candidates = find_candidates(facts)
+    if limit is not None:
+        candidates = candidates[:limit]
+    for group in _by_site(candidates, facts):
+        chooser.choose(group)
+    final = chooser.propagation.remove(chooser.accepted.removed - chooser.accepted.cascaded, Overlay())
+    return Decisions(candidates, final, chooser.kept)
+
+
+def _by_site(candidates: Sequence[Candidate], facts: Facts) -> list[list[Candidate]]:
+    """Candidates grouped by the first attention op that they reach, in graph order."""
+    sites: dict[Node, list[Candidate]] = {}
+    for candidate in candidates:
+        sites.setdefault(first_sink(candidate, facts), []).append(candidate)
+    return [sites[site] for site in sorted(sites, key=facts.order.__getitem__)]
+
+
+def first_sink(candidate: Candidate, facts: Facts) -> Node:
+    return min((s.node for s in candidate.sinks), key=facts.order.__getitem__)
+
+
+class _Chooser:
+    def __init__(self, facts: Facts, target: str) -> None:
+        self.facts = facts
+        self.target = target
+        self.propagation = Propagation(facts)
+        self.memory = policy.Memory(facts, target)
+        self.accepted = Overlay()
+        self.kept: dict[Node, Verdict] = {}
+
+    def choose(self, group: list[Candidate]) -> None:
+        """Decide the candidates of one attention op."""
+        fit = [c for c in group if self._worth_trying(c)]
+        chosen, overlay = self._largest(fit)
+        if overlay is None:
+            return
+        if not self._gains(chosen, overlay):
+            self._keep(chosen, Reason.NO_GAIN, "its producer writes it in either layout, and nothing behind gains")
+            return
+        site = first_sink(group[0], self.facts)
+        if (why := self.memory.growth(overlay, site)) is not None:
+            chosen, overlay = self._within_memory(chosen, site, why)
+        if overlay is not None:
+            overlay.merge()
+
+    def _worth_trying(self, candidate: Candidate) -> bool:
+        verdict: Verdict | None = None
+        if policy.is_empty(candidate.node):
+            verdict = (Reason.NO_GAIN, "the tensor has no elements")
+        elif self.target == "inductor":
+            verdict = policy.producer_verdict(candidate, self.facts)
+        if verdict is not None:
+            # What the rule forbids is said first: it holds whoever runs the graph.
+            verdict = self._try([candidate])[1] or verdict
+            self.kept[candidate.node] = verdict
+        return verdict is None
+
+    def _try(self, candidates: Iterable[Candidate]) -> tuple[Overlay | None, Verdict | None]:
+        nodes = [c.node for c in candidates]
+        if not nodes:
+            return None, None
+        try:
+            return self.propagation.remove(nodes, self.accepted), None
+        except Refused as refused:
+            return None, (refused.reason, refused.detail)
+
+    def _largest(self, candidates: list[Candidate]) -> tuple[list[Candidate], Overlay | None]:
+        """All of the candidates if the rule admits that, else as many units as it does."""
+        overlay, _ = self._try(candidates)
+        if overlay is not None:
+            return candidates, overlay
+        chosen: list[Candidate] = []
+        best: Overlay | None = None
+        for unit in _units(candidates):
+            overlay, verdict = self._try(chosen + unit)
+            if verdict is None:
+                chosen, best = chosen + unit, overlay
+                continue
+            reason, detail = self._try(unit)[1] or verdict
+            self._keep(unit, *_worded(unit, reason, detail))
+        return chosen, best
+
+    def _gains(self, chosen: list[Candidate], overlay: Overlay) -> bool:
+        if self.target == "eager" or overlay.cascaded:
+            return True
+        return any(not policy.is_rewritten_anyway(c, self.facts) for c in chosen)
+
+    def _within_memory(self, chosen: list[Candidate], site: Node, why: str) -> tuple[list[Candidate], Overlay | None]:
+        """The most of the chosen that hold no more memory; refusing one can cost more than all."""
+        for size in range(len(chosen) - 1, 0, -1):
+            for subset in combinations(chosen, size):
+                overlay, _ = self._try(subset)
+                if overlay is None or not self._gains(list(subset), overlay):
+                    continue
+                if self.memory.growth(overlay, site) is None:
+                    self._keep((c for c in chosen if c not in subset), Reason.MEMORY_PINNED, why)
+                    return list(subset), overlay
+        self._keep(chosen, Reason.MEMORY_PINNED, why)
+        return [], None
+
+    def _keep(self, candidates: Iterable[Candidate], reason: Reason, detail: str) -> None:
+        for candidate in candidates:
+            self.kept[candidate.node] = (reason, detail)
+
+
+def _units(candidates: list[Candidate]) -> list[list[Candidate]]:
+    """Candidates that a contract wants in one layout, together; the others alone."""
+    units: list[list[Candidate]] = []
+    for candidate in candidates:
+        names = _together(candidate)
+        mates = [u for u in units if any(names & _together(c) for c in u)]
+        units = [u for u in units if u not in mates]
+        units.append([c for u in mates for c in u] + [candidate])
+    return units
+
+
+def _together(candidate: Candidate) -> set[tuple[str, tuple[str, ...]]]:
+    """(op node, group) of the ``together`` groups that a copy's operands belong to."""
+    found = set()
+    for sink in candidate.sinks:
+        tag = tags.lookup(sink.node.target)
+        for group in tag.contract.together if tag is not None else ():
+            if sink.name in group:
+                found.add((sink.node.name, group))
+    return found
+
+
+def _worded(unit: list[Candidate], reason: Reason, detail: str) -> Verdict:
+    """An opaque op in front of an untagged attention op is not what decides."""
+    if reason is not Reason.OPAQUE_CONSUMER:
+        return reason, detail
+    attention = [sink.node for c in unit for sink in c.sinks]
+    if any(_capable(node) for node in attention):
+        return reason, detail
+    return Reason.UNTAGGED_OP, f"{detail}; {attention[0].name} behind it has no stride tag either"
+
+
+def _capable(node: Node) -> bool:
+    tag = None if is_hop(node) else tags.lookup(node.target)
+    return tag is not None and tag.status.capable

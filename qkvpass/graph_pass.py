@@ -1,0 +1,190 @@
+"""The pass as torch.compile knows it: sorted, switched, logged, and never fatal."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import glob
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from . import tags
+from .compat import CustomGraphPass, hash_files, sort_topologically
+from .decide import Decisions, decide
+from .match import Facts
+from .record import attention_of, decisions_of, graph_text
+from .report import Report
+from .rewrite import apply
+
+log = logging.getLogger("qkvpass")
+
+_listeners: contextvars.ContextVar[tuple[Callable[[Report], None], ...]] = contextvars.ContextVar(
+    "qkvpass_listeners", default=()
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a compile may set.
+
+    Args:
+        enabled: False leaves every graph alone.
+        target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
+
+    Raises:
+        ValueError: for another target.
+    """
+
+    enabled: bool = True
+    target: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.target not in ("inductor", "eager"):
+            raise ValueError(f'target is {self.target!r}; give "inductor" or "eager"')
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[Report]]:
+    """Collect one :class:`Report` for each graph compiled inside, in this thread.
+
+    Returns:
+        A list that fills as graphs are compiled. A graph that comes from a warm cache has
+        a report marked ``cached``.
+    """
+    reports: list[Report] = []
+    with listen(reports.append):
+        yield reports
+
+
+@contextlib.contextmanager
+def listen(listener: Callable[[Report], None]) -> Iterator[None]:
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
+
+
+def deliver(report: Report) -> None:
+    """Hand a report to everybody who listens in this thread."""
+    for listener in _listeners.get():
+        listener(report)
+    log.info("%s", report)
+
+
+class StridedQKVPass(CustomGraphPass):
+    """Removes the copies in front of attention that nobody needs, from any ATen graph.
+
+    A post pass of the joint graph by default; right on pre and post-grad graphs too. It
+    holds options alone, so it pickles, deep-copies and keeps no model alive.
+
+    Before, and after::
+
+        q = clone(view(getitem(split(addmm), 0)))         q = view(getitem(split(addmm), 0))
+        o = attn(q, k, v)                                 o = attn(q, k, v)
+
+    Args:
+        options: see :class:`Options`.
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite ``graph`` in place, or leave it as it was.
+
+        Raises:
+            Exception: any fault, under ``QKVPASS_STRICT=1``; else it is logged, once.
+        """
+        if not self.options.enabled or os.environ.get("QKVPASS_DISABLE") == "1":
+            return
+        try:
+            report = run(graph, self.options)
+        except Exception as fault:
+            if os.environ.get("QKVPASS_STRICT") == "1":
+                raise
+            _log_once(f"{type(fault).__name__}: {fault}")
+            report = Report((), (), "", "", fault=f"{type(fault).__name__}: {fault}")
+        deliver(report)
+
+    def uuid(self) -> Any | None:
+        """What a compiled graph depends on: source, tags, options, versions and switches.
+
+        None, and so an uncached compile, where a tag's condition cannot be told apart.
+        """
+        key = tags.registry_key()
+        if key is None:
+            _log_once("a condition is no importable function and has no version: compiles go uncached")
+            return None
+        switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
+        versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
+        return (_source_hash(), key, self.options, switches, versions)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StridedQKVPass) and other.options == self.options
+
+    def __hash__(self) -> int:
+        return hash(self.options)
+
+
+@functools.lru_cache(maxsize=None)
+def _source_hash() -> bytes:
+    folder = os.path.dirname(__file__)
+    return hash_files(tuple(sorted(glob.glob(os.path.join(folder, "*.py")))))
+
+
+@functools.lru_cache(maxsize=None)
+def _log_once(message: str) -> None:
+    log.warning("qkvpass leaves a graph as it was: %s", message)
+
+
+def run(graph: Graph, options: Options) -> Report:
+    """Decide, edit, and say what was done.
+
+    Raises:
+        RewriteFault: if the finished graph breaks the rule; the graph is as it was.
+    """
+    start = time.perf_counter()
+    if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
+        sort_topologically(graph)
+    facts = Facts(graph)
+    wanted = bool(_listeners.get()) or log.isEnabledFor(logging.INFO)
+    if not facts.attention and not wanted:
+        return Report((), (), "", "")
+    decisions = decide(facts, options.target, _limit())
+    copies = decisions_of(facts, decisions)
+    attention = attention_of(facts, decisions)
+    seconds = time.perf_counter() - start
+    before = graph_text(graph) if wanted else ""
+    start = time.perf_counter()
+    if decisions.overlay.removed:
+        apply(graph, facts, decisions.overlay)
+    seconds += time.perf_counter() - start
+    after = graph_text(graph) if wanted and _edited(decisions) else before
+    return Report(copies, attention, before, after, seconds=seconds)
+
+
+def _edited(decisions: Decisions) -> bool:
+    return bool(decisions.overlay.removed)
+
+
+def _limit() -> int | None:
+    value = os.environ.get("QKVPASS_MAX_REWRITES")
+    return int(value) if value else None
+
+
+def _is_sorted(graph: Graph) -> bool:
+    seen = set()
+    for node in graph.nodes:
+        if any(source not in seen for source in node.all_input_nodes):
+            return False
+        seen.add(node)
+    return True

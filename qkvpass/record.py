@@ -1,0 +1,180 @@
+"""Turn decisions about a graph into a :class:`Report`."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from . import policy, tags
+from .decide import Decisions, first_sink
+from .match import MOVES, Candidate, Facts, is_hop, nbytes, operands, target_name
+from .reason import Reason
+from .report import AttentionOp, CopyDecision
+from .views import is_view
+
+_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+)')
+
+
+def graph_text(graph: Graph) -> str:
+    """The graph as Python with shapes, strides and dtypes; it could be run."""
+    return graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
+
+
+def decisions_of(facts: Facts, decisions: Decisions) -> tuple[CopyDecision, ...]:
+    """One entry for each copy of the graph, in graph order.
+
+    Candidates come with what became of them; copies behind the attention that went with
+    them; copies that reach no attention op; and what writes an operand by moving elements.
+    """
+    candidates = {c.node: c for c in decisions.candidates}
+    entries: dict[Node, CopyDecision] = {}
+    for node in facts.sources:
+        if node in candidates:
+            entries[node] = _candidate(candidates[node], facts, decisions)
+        elif node in decisions.overlay.cascaded:
+            entries[node] = _cascaded(node, facts, decisions)
+        else:
+            entries[node] = _bystander(node, facts)
+    for node, entry in _moved_operands(facts):
+        entries.setdefault(node, entry)
+    return tuple(entries[node] for node in sorted(entries, key=facts.order.__getitem__))
+
+
+def attention_of(facts: Facts, decisions: Decisions) -> tuple[AttentionOp, ...]:
+    """Every attention op that was seen, and why it had no copy where it had none."""
+    seen = []
+    for node in facts.attention:
+        copies = sum(any(s.node is node for s in c.sinks) for c in decisions.candidates)
+        tag = None if is_hop(node) else tags.lookup(node.target)
+        status = str(tag.status) if tag is not None else "untagged"
+        note = "" if copies else _why_no_copy(node)
+        seen.append(AttentionOp(node.name, target_name(node), status, copies, note))
+    return tuple(seen)
+
+
+def _why_no_copy(node: Node) -> str:
+    names = [o.name for o in operands(node)]
+    if not names:
+        return "none of its operands is a tensor of this graph"
+    return f"{', '.join(names)}: no copy between the projection and the op"
+
+
+def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> CopyDecision:
+    node = candidate.node
+    site = first_sink(candidate, facts)
+    tag = None if is_hop(site) else tags.lookup(site.target)
+    if node in decisions.overlay.cascaded:
+        reason, detail = Reason.REMOVED_CASCADE, "its input already has the layout that it was to make"
+    elif node in decisions.overlay.removed:
+        reason, detail = Reason.REMOVED, f"{site.name} reads {_where(candidate, site)} by stride"
+    else:
+        reason, detail = decisions.kept.get(node, (Reason.NO_GAIN, "not tried: the limit on removals was reached"))
+    folded = reason.removed and policy.is_folded(node)
+    if folded:
+        detail = f"every consumer of {node.name} is pointwise: Inductor folds the copy into them anyway"
+    return CopyDecision(
+        node=node.name,
+        kind=_kind(node),
+        op=target_name(site),
+        operand=", ".join(dict.fromkeys(s.name for s in candidate.sinks if s.node is site)),
+        reason=reason,
+        detail=detail,
+        nbytes=_traffic(node),
+        source=source_line(node),
+        evidence=f"{tag.status}: {tag.evidence}" if tag is not None and reason.removed else "",
+        folded=folded,
+    )
+
+
+def _where(candidate: Candidate, site: Node) -> str:
+    return " and ".join(dict.fromkeys(s.name for s in candidate.sinks if s.node is site))
+
+
+def _cascaded(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
+    behind = _attention_in_front(node, facts)
+    why = f" once {behind.name} writes token-major" if behind is not None else ""
+    return CopyDecision(
+        node=node.name,
+        kind=_kind(node),
+        op=target_name(behind) if behind is not None else "",
+        operand="",
+        reason=Reason.REMOVED_CASCADE,
+        detail=f"its input already has the layout that it was to make{why}",
+        nbytes=_traffic(node),
+        source=source_line(node),
+    )
+
+
+def _bystander(node: Node, facts: Facts) -> CopyDecision:
+    behind = _attention_in_front(node, facts)
+    detail = "reaches no attention operand without crossing a matmul"
+    if behind is not None:
+        detail = f"behind {behind.name}, whose output is not in the layout that this copy makes"
+    return CopyDecision(
+        node=node.name,
+        kind=_kind(node),
+        op=target_name(behind) if behind is not None else "",
+        operand="",
+        reason=Reason.NO_ATTENTION_CONSUMER,
+        detail=detail,
+        nbytes=_traffic(node),
+        source=source_line(node),
+    )
+
+
+def _attention_in_front(copy: Node, facts: Facts) -> Node | None:
+    """The attention op whose output a copy re-lays, if there are only views between."""
+    source: Node | None = facts.sources[copy]
+    while source is not None and source.op == "call_function":
+        if source in facts.attention_set:
+            return source
+        if not (is_view(source) or target_name(source) == "getitem"):
+            return None
+        source = source.all_input_nodes[0]
+    return None
+
+
+def _moved_operands(facts: Facts) -> list[tuple[Node, CopyDecision]]:
+    """Operands written by a cast, cat, pad or gather: they move elements, and stay."""
+    found = []
+    for attention in facts.attention:
+        for operand in operands(attention):
+            root = facts.root[operand.value]
+            if root.target not in MOVES or not isinstance(root.meta.get("val"), Tensor):
+                continue
+            entry = CopyDecision(
+                node=root.name,
+                kind=_kind(root),
+                op=target_name(attention),
+                operand=operand.name,
+                reason=Reason.NOT_A_LAYOUT_COPY,
+                detail=f"{root.name} ({target_name(root)}) makes new values, not another layout of old ones",
+                nbytes=_traffic(root),
+                source=source_line(root),
+            )
+            found.append((root, entry))
+    return found
+
+
+def _kind(node: Node) -> str:
+    return target_name(node).replace("::", ".")
+
+
+def _traffic(node: Node) -> int | str:
+    total = 2 * nbytes(node.meta["val"])
+    return total if isinstance(total, int) else str(total)
+
+
+def source_line(node: Node) -> str:
+    """``"file.py:42"`` of the innermost frame outside torch; ``""`` if none was recorded."""
+    torch_folder = os.path.dirname(torch.__file__)
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [f for f in frames if not f[0].startswith(torch_folder)]
+    if not (frames := outside or frames):
+        return ""
+    path, line = frames[-1]
+    return f"{os.path.basename(path)}:{line}"
