@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from . import store
 from .compat import CustomGraphPass, compile_with_inductor, stop_after_joint_passes
-from .graph_pass import Options, StridedQKVPass, capture, listen
+from .graph_pass import Options, StridedQKVPass, capture, deliver, disabled, listen
 from .report import Report
 
 _calls = itertools.count()
@@ -66,12 +67,30 @@ class Backend:
         self.__name__ = "qkvpass"
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        patches = dict(kwargs.get("options") or {})
-        patches.setdefault(_SLOT, _with_users_pass(StridedQKVPass(self.options)))
-        return compile_with_inductor(gm, example_inputs, patches, kwargs.get("mode"))
+        ours = StridedQKVPass(self.options)
+        patches = {_SLOT: _with_users_pass(ours), **(kwargs.get("options") or {})}
+        key = store.key_of(gm, example_inputs, ours.uuid())
+        reports: list[Report] = []
+        with listen(reports.append, text=False):
+            compiled = compile_with_inductor(gm, example_inputs, patches, kwargs.get("mode"))
+        if not reports:
+            self._deliver_stored(key)
+        elif key is not None:
+            store.save(key, reports)
+        return compiled
+
+    def _deliver_stored(self, key: str | None) -> None:
+        """The pass did not run: the compiled code came from a cache."""
+        if not self.options.enabled or disabled():
+            return
+        missing = Report(
+            (), (), "", "", cached=True, notes=("from a cache; no report was kept for it",)
+        )
+        for report in (store.load(key) if key is not None else []) or [missing]:
+            deliver(report)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def configured(**options: Any) -> Backend:
     """The backend with these :class:`Options`; the same object for the same options."""
     return Backend(Options(**options))
@@ -109,7 +128,9 @@ def explain(
             return stop_after_joint_passes(gm, example_inputs, patches)
 
     compiled = torch.compile(_fresh(model), backend=explainer, dynamic=dynamic)
-    devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.is_cuda})
+    devices = sorted(
+        {a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.is_cuda}
+    )
     with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(train):
         compiled(*args, **kwargs)
     return Report.merge(reports)

@@ -21,9 +21,12 @@ __all__ = [
     "NewGuard",
     "detect_fake_mode",
     "extract_tensor_metadata",
+    "compile_with_inductor",
     "hash_files",
+    "inductor_cache_folder",
     "no_new_guards",
     "sort_topologically",
+    "stop_after_joint_passes",
 ]
 
 
@@ -46,7 +49,7 @@ def no_new_guards(mode: FakeTensorMode) -> Iterator[None]:
     def refuse(expr: Any, concrete: Any) -> None:
         raise NewGuard(f"{expr} == {concrete}")
 
-    env._check_frozen = refuse  # type: ignore[method-assign]
+    env._check_frozen = refuse  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -97,3 +100,10 @@ def stop_after_joint_passes(
         functorch_config.patch(enable_autograd_cache=False),
     ):
         return compile_fx(gm, inputs, inner_compile=keep, config_patches=patches)
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps compiled graphs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())

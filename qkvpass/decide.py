@@ -49,7 +49,9 @@ def decide(facts: Facts, target: str, limit: int | None = None) -> Decisions:
         candidates = candidates[:limit]
     for group in _by_site(candidates, facts):
         chooser.choose(group)
-    final = chooser.propagation.remove(chooser.accepted.removed - chooser.accepted.cascaded, Overlay())
+    final = chooser.propagation.remove(
+        chooser.accepted.removed - chooser.accepted.cascaded, Overlay()
+    )
     return Decisions(candidates, final, chooser.kept)
 
 
@@ -81,7 +83,11 @@ class _Chooser:
         if overlay is None:
             return
         if not self._gains(chosen, overlay):
-            self._keep(chosen, Reason.NO_GAIN, "its producer writes it in either layout, and nothing behind gains")
+            self._keep(
+                chosen,
+                Reason.NO_GAIN,
+                "its producer writes it in either layout, and nothing behind gains",
+            )
             return
         site = first_sink(group[0], self.facts)
         if (why := self.memory.growth(overlay, site)) is not None:
@@ -131,7 +137,9 @@ class _Chooser:
             return True
         return any(not policy.is_rewritten_anyway(c, self.facts) for c in chosen)
 
-    def _within_memory(self, chosen: list[Candidate], site: Node, why: str) -> tuple[list[Candidate], Overlay | None]:
+    def _within_memory(
+        self, chosen: list[Candidate], site: Node, why: str
+    ) -> tuple[list[Candidate], Overlay | None]:
         """The most of the chosen that hold no more memory; refusing one can cost more than all."""
         for size in range(len(chosen) - 1, 0, -1):
             for subset in combinations(chosen, size):

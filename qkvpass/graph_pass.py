@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph
 
 from . import tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
-from .decide import Decisions, decide
+from .decide import decide
 from .match import Facts
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
@@ -26,7 +26,9 @@ from .rewrite import apply
 
 log = logging.getLogger("qkvpass")
 
-_listeners: contextvars.ContextVar[tuple[Callable[[Report], None], ...]] = contextvars.ContextVar(
+Listener: TypeAlias = Callable[[Report], None]
+# Who hears of reports in this thread, and whether they want the graph's text in them.
+_listeners: contextvars.ContextVar[tuple[tuple[Listener, bool], ...]] = contextvars.ContextVar(
     "qkvpass_listeners", default=()
 )
 
@@ -65,8 +67,9 @@ def capture() -> Iterator[list[Report]]:
 
 
 @contextlib.contextmanager
-def listen(listener: Callable[[Report], None]) -> Iterator[None]:
-    token = _listeners.set((*_listeners.get(), listener))
+def listen(listener: Listener, text: bool = True) -> Iterator[None]:
+    """Hand every report of this thread to ``listener``, with the graphs as text or without."""
+    token = _listeners.set((*_listeners.get(), (listener, text)))
     try:
         yield
     finally:
@@ -75,9 +78,14 @@ def listen(listener: Callable[[Report], None]) -> Iterator[None]:
 
 def deliver(report: Report) -> None:
     """Hand a report to everybody who listens in this thread."""
-    for listener in _listeners.get():
+    for listener, _ in _listeners.get():
         listener(report)
     log.info("%s", report)
+
+
+def text_wanted() -> bool:
+    """Whether anybody will read the graph's text; rendering it takes longer than deciding."""
+    return any(text for _, text in _listeners.get()) or log.isEnabledFor(logging.DEBUG)
 
 
 class StridedQKVPass(CustomGraphPass):
@@ -104,7 +112,7 @@ class StridedQKVPass(CustomGraphPass):
         Raises:
             Exception: any fault, under ``QKVPASS_STRICT=1``; else it is logged, once.
         """
-        if not self.options.enabled or os.environ.get("QKVPASS_DISABLE") == "1":
+        if not self.options.enabled or disabled():
             return
         try:
             report = run(graph, self.options)
@@ -122,7 +130,9 @@ class StridedQKVPass(CustomGraphPass):
         """
         key = tags.registry_key()
         if key is None:
-            _log_once("a condition is no importable function and has no version: compiles go uncached")
+            _log_once(
+                "a condition is no importable function and has no version: compiles go uncached"
+            )
             return None
         switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
@@ -135,13 +145,13 @@ class StridedQKVPass(CustomGraphPass):
         return hash(self.options)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _source_hash() -> bytes:
     folder = os.path.dirname(__file__)
     return hash_files(tuple(sorted(glob.glob(os.path.join(folder, "*.py")))))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_once(message: str) -> None:
     log.warning("qkvpass leaves a graph as it was: %s", message)
 
@@ -156,9 +166,7 @@ def run(graph: Graph, options: Options) -> Report:
     if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
         sort_topologically(graph)
     facts = Facts(graph)
-    wanted = bool(_listeners.get()) or log.isEnabledFor(logging.INFO)
-    if not facts.attention and not wanted:
-        return Report((), (), "", "")
+    wanted = text_wanted()
     decisions = decide(facts, options.target, _limit())
     copies = decisions_of(facts, decisions)
     attention = attention_of(facts, decisions)
@@ -168,12 +176,13 @@ def run(graph: Graph, options: Options) -> Report:
     if decisions.overlay.removed:
         apply(graph, facts, decisions.overlay)
     seconds += time.perf_counter() - start
-    after = graph_text(graph) if wanted and _edited(decisions) else before
+    after = graph_text(graph) if wanted and decisions.overlay.removed else before
     return Report(copies, attention, before, after, seconds=seconds)
 
 
-def _edited(decisions: Decisions) -> bool:
-    return bool(decisions.overlay.removed)
+def disabled() -> bool:
+    """Whether the environment turns the pass off everywhere."""
+    return os.environ.get("QKVPASS_DISABLE") == "1"
 
 
 def _limit() -> int | None:

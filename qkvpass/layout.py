@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .reason import Reason
 
-Int: TypeAlias = Union[int, torch.SymInt]
+Int: TypeAlias = int | torch.SymInt
 
 
 def known(condition: bool | torch.SymBool) -> bool:
@@ -30,7 +30,10 @@ def same(a: Sequence[Int], b: Sequence[Int]) -> bool:
 
 
 def product(sizes: Sequence[Int]) -> Int:
-    return functools.reduce(lambda a, b: a * b, sizes, 1)
+    total: Int = 1
+    for size in sizes:
+        total = total * size
+    return total
 
 
 @dataclass(frozen=True)
@@ -243,9 +246,11 @@ def radix_view(root: Layout, target: Layout) -> RadixView | None:
     """
     if not root.row_major:
         return None
-    dims = [(d, s, t) for d, (s, t) in enumerate(zip(target.size, target.stride)) if not known(s == 1)]
+    dims = [
+        (d, s, t) for d, (s, t) in enumerate(zip(target.size, target.stride)) if not known(s == 1)
+    ]
     try:
-        dims.sort(key=functools.cmp_to_key(lambda a, b: _by_falling_stride(a[2], b[2])))
+        dims.sort(key=functools.cmp_to_key(_by_falling_stride))
     except NotAView:
         return None
     steps: list[RadixStep] = []
@@ -272,7 +277,8 @@ def radix_view(root: Layout, target: Layout) -> RadixView | None:
     return RadixView(tuple(steps), order)
 
 
-def _by_falling_stride(a: Int, b: Int) -> int:
+def _by_falling_stride(one: tuple[int, Int, Int], other: tuple[int, Int, Int]) -> int:
+    a, b = one[2], other[2]
     if known(a == b):
         return 0
     if known(a % b == 0):
@@ -315,9 +321,13 @@ class StrideContract:
         if self.alignment < 1:
             raise ValueError(f"alignment is {self.alignment} bytes; give a positive number")
         if self.max_offset is not None and self.max_offset < 1:
-            raise ValueError(f"max_offset is {self.max_offset}; give a positive number of elements or None")
+            raise ValueError(
+                f"max_offset is {self.max_offset}; give a positive number of elements or None"
+            )
         if self.output not in (None, "fake", "dense") and not str(self.output).startswith("like:"):
-            raise ValueError(f'output is {self.output!r}; give None, "fake", "dense" or "like:<operand>"')
+            raise ValueError(
+                f'output is {self.output!r}; give None, "fake", "dense" or "like:<operand>"'
+            )
 
     def violation(self, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
         """The first thing about ``layout`` that this contract does not admit."""
@@ -340,35 +350,47 @@ def _last_dim(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[
     return Reason.LAST_DIM_STRIDE, f"last dim has stride {layout.stride[-1]}, not 1"
 
 
-def _broadcast(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+def _broadcast(
+    contract: StrideContract, layout: Layout, itemsize: int
+) -> tuple[Reason, str] | None:
     if contract.allow_broadcast or all(known(stride != 0) for _, stride in _outer(layout)):
         return None
     return Reason.BROADCAST_STRIDE, f"strides {_tuple(layout.stride)} repeat elements"
 
 
-def _storage_offset(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+def _storage_offset(
+    contract: StrideContract, layout: Layout, itemsize: int
+) -> tuple[Reason, str] | None:
     if contract.allow_storage_offset or known(layout.offset == 0):
         return None
     return Reason.STORAGE_OFFSET, f"storage offset {layout.offset} where the op needs 0"
 
 
-def _alignment(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+def _alignment(
+    contract: StrideContract, layout: Layout, itemsize: int
+) -> tuple[Reason, str] | None:
     unit = contract.alignment
     for what, distance in (
         ("storage offset", layout.offset),
         *(("stride", stride) for _, stride in _outer(layout)),
     ):
         if not known((distance * itemsize) % unit == 0):
-            return Reason.ALIGNMENT, f"{what} of {distance * itemsize} bytes is not known to be a multiple of {unit}"
+            return (
+                Reason.ALIGNMENT,
+                f"{what} of {distance * itemsize} bytes is not known to be a multiple of {unit}",
+            )
     return None
 
 
-def _offset_range(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+def _offset_range(
+    contract: StrideContract, layout: Layout, itemsize: int
+) -> tuple[Reason, str] | None:
     if contract.max_offset is None or known(layout.extent <= contract.max_offset):
         return None
     return (
         Reason.OFFSET_RANGE,
-        f"last element lies {layout.extent} elements from the first; the op admits {contract.max_offset}",
+        f"last element lies {layout.extent} elements from the first; "
+        f"the op admits {contract.max_offset}",
     )
 
 

@@ -91,6 +91,7 @@ class Candidate:
     source: Node
     sinks: list[Operand] = field(default_factory=list)
 
+
 def is_hop(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
@@ -147,7 +148,9 @@ def _copied_over(node: Node) -> Any:
     value, into = tensor_of(source), tensor_of(buffer)
     if value is None or into is None or (value.dtype, value.device) != (into.dtype, into.device):
         return None
-    if not same(value.shape, into.shape) or Layout.of(value).equivalent(Layout.of(node.meta["val"])):
+    if not same(value.shape, into.shape) or Layout.of(value).equivalent(
+        Layout.of(node.meta["val"])
+    ):
         return None
     return source
 
@@ -162,7 +165,9 @@ _COPIES = {
 
 def source_argument(copy: Node) -> Node:
     """What a copy reads, as the graph has it by now."""
-    return copy.args[1 if copy.target is aten.copy.default else 0]  # type: ignore[return-value]
+    source = copy.args[1 if copy.target is aten.copy.default else 0]
+    assert isinstance(source, Node)
+    return source
 
 
 def nbytes(tensor: Tensor) -> Int:
@@ -224,7 +229,9 @@ class Facts:
         for user in sorted(node.users, key=self.order.__getitem__):
             if user.op == "output" or is_hop(user) or node in mutated_inputs(user):
                 return user
-            if (self.is_view(user) or aliases_input(user)) and (found := self.borders(user)) is not None:
+            if (self.is_view(user) or aliases_input(user)) and (
+                found := self.borders(user)
+            ) is not None:
                 return found
         return None
 
@@ -234,7 +241,9 @@ def aliases_input(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_view(node):
         return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
 
 
 def mutated_inputs(node: Node) -> list[Node]:
@@ -273,7 +282,7 @@ def inner_op(node: Node) -> Any:
 
 def _nodes_in(arg: Any) -> list[Node]:
     found: list[Node] = []
-    torch.fx.node.map_arg(arg, found.append)  # type: ignore[arg-type]
+    torch.fx.node.map_arg(arg, found.append)
     return found
 
 

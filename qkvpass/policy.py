@@ -6,6 +6,7 @@ operand and writes it again, gaps included. And a view keeps the whole packed bu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,7 +211,7 @@ def _segments(changes: list[_Change]) -> list[_Change]:
     cuts = sorted({c[0] for c in changes} | {c[1] + 1 for c in changes})
     return [
         (a, b - 1, sum(size for first, last, size in changes if first <= a <= last))
-        for a, b in zip(cuts, cuts[1:])
+        for a, b in itertools.pairwise(cuts)
     ]
 
 

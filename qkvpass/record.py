@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from . import policy, tags
 from .decide import Decisions, first_sink
+from .layout import Layout
 from .match import MOVES, Candidate, Facts, is_hop, nbytes, operands, target_name
 from .reason import Reason
 from .report import AttentionOp, CopyDecision
@@ -38,7 +39,7 @@ def decisions_of(facts: Facts, decisions: Decisions) -> tuple[CopyDecision, ...]
         elif node in decisions.overlay.cascaded:
             entries[node] = _cascaded(node, facts, decisions)
         else:
-            entries[node] = _bystander(node, facts)
+            entries[node] = _bystander(node, facts, decisions)
     for node, entry in _moved_operands(facts):
         entries.setdefault(node, entry)
     return tuple(entries[node] for node in sorted(entries, key=facts.order.__getitem__))
@@ -68,14 +69,21 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
     site = first_sink(candidate, facts)
     tag = None if is_hop(site) else tags.lookup(site.target)
     if node in decisions.overlay.cascaded:
-        reason, detail = Reason.REMOVED_CASCADE, "its input already has the layout that it was to make"
+        reason, detail = (
+            Reason.REMOVED_CASCADE,
+            "its input already has the layout that it was to make",
+        )
     elif node in decisions.overlay.removed:
         reason, detail = Reason.REMOVED, f"{site.name} reads {_where(candidate, site)} by stride"
     else:
-        reason, detail = decisions.kept.get(node, (Reason.NO_GAIN, "not tried: the limit on removals was reached"))
+        reason, detail = decisions.kept.get(
+            node, (Reason.NO_GAIN, "not tried: the limit on removals was reached")
+        )
     folded = reason.removed and policy.is_folded(node)
     if folded:
-        detail = f"every consumer of {node.name} is pointwise: Inductor folds the copy into them anyway"
+        detail = (
+            f"every consumer of {node.name} is pointwise: Inductor folds the copy into them anyway"
+        )
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
@@ -109,21 +117,38 @@ def _cascaded(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
     )
 
 
-def _bystander(node: Node, facts: Facts) -> CopyDecision:
+def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
     behind = _attention_in_front(node, facts)
+    reason = Reason.NO_ATTENTION_CONSUMER
     detail = "reaches no attention operand without crossing a matmul"
-    if behind is not None:
+    source = decisions.overlay.value(facts.sources[node])
+    if isinstance(source, Tensor) and Layout.of(source).equivalent(Layout.of(node.meta["val"])):
+        reason, detail = _needless(node, facts)
+    elif behind is not None:
         detail = f"behind {behind.name}, whose output is not in the layout that this copy makes"
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
         op=target_name(behind) if behind is not None else "",
         operand="",
-        reason=Reason.NO_ATTENTION_CONSUMER,
+        reason=reason,
         detail=detail,
         nbytes=_traffic(node),
         source=source_line(node),
     )
+
+
+def _needless(node: Node, facts: Facts) -> tuple[Reason, str]:
+    """Why a copy stays although its input now has its layout: somebody may tell them apart."""
+    border = facts.borders(node)
+    if border is None or border in facts.written.values():
+        return Reason.MUTATED, f"the memory of {node.name} or of what it copies is written"
+    if border.op == "output":
+        return (
+            Reason.GRAPH_OUTPUT,
+            f"{node.name} is returned, and would share memory with its input",
+        )
+    return Reason.SUBGRAPH_BOUNDARY, f"{border.name} ({target_name(border)}) takes {node.name}"
 
 
 def _attention_in_front(copy: Node, facts: Facts) -> Node | None:
@@ -152,7 +177,8 @@ def _moved_operands(facts: Facts) -> list[tuple[Node, CopyDecision]]:
                 op=target_name(attention),
                 operand=operand.name,
                 reason=Reason.NOT_A_LAYOUT_COPY,
-                detail=f"{root.name} ({target_name(root)}) makes new values, not another layout of old ones",
+                detail=f"{root.name} ({target_name(root)}) makes new values, "
+                "not another layout of old ones",
                 nbytes=_traffic(root),
                 source=source_line(root),
             )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .compat import extract_tensor_metadata
-from .layout import known, radix_view, Layout
+from .layout import Layout, known, radix_view
 from .match import Facts, source_argument
-from .safety import Call, Overlay, Pending, Refused, consume, rerun, unchanged
+from .safety import Call, Overlay, Pending, Refused, arguments, consume, rerun, unchanged
 from .views import emit, is_view
 
 aten = torch.ops.aten
@@ -42,7 +42,9 @@ class Journal:
         self.undo.append(lambda: node.meta.update({key: old}) if had else node.meta.pop(key, None))
         node.meta[key] = value
 
-    def insert_before(self, anchor: Node, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
+    def insert_before(
+        self, anchor: Node, target: Any, args: tuple[Any, ...], meta: dict[str, Any]
+    ) -> Node:
         with self.graph.inserting_before(anchor):
             node = self.graph.call_function(target, args)
         node.meta.update(meta)
@@ -135,7 +137,9 @@ def _is_pending(value: Any) -> bool:
 def _set_value(journal: Journal, node: Node, value: Any) -> None:
     journal.set_meta(node, "val", value)
     if "tensor_meta" in node.meta:
-        journal.set_meta(node, "tensor_meta", pytree.tree_map_only(Tensor, extract_tensor_metadata, value))
+        journal.set_meta(
+            node, "tensor_meta", pytree.tree_map_only(Tensor, extract_tensor_metadata, value)
+        )
     if node.target is aten._unsafe_view.default:  # its input is no longer a fresh buffer
         journal.retarget(node, aten.view.default)
 
@@ -145,13 +149,17 @@ def _emit(journal: Journal, node: Node, overlay: Overlay) -> Node:
     root, layout = overlay.emitted[node]
     radix = radix_view(Layout.of(root.meta["val"]), layout)
     assert radix is not None
-    meta = {k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+    meta = {
+        k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")
+    }
 
     def call(op: Any, value: Node, *args: Any) -> Node:
         fake = value.meta["val"]
         with fake.fake_mode:
             result = op(fake, *args)
-        symbolic = pytree.tree_map_only(torch.SymInt, lambda s: _size_node(journal, node, root, s), args)
+        symbolic = pytree.tree_map_only(
+            torch.SymInt, lambda s: _size_node(journal, node, root, s), args
+        )
         new = journal.insert_before(node, op, (value, *_one_free(op, symbolic)), meta)
         _set_inserted(new, result, node)
         return new
@@ -196,7 +204,9 @@ def _record_layouts(journal: Journal, node: Node) -> None:
     if len(old_leaves) != len(new_leaves) or len(leaves) != len(new_leaves):
         raise RewriteFault(f"eager_input_vals of {node.name} do not fit its arguments")
     updated = [
-        new.meta["val"] if isinstance(new, Node) and isinstance(leaf, Tensor) and _moved(journal, old, new) else leaf
+        new.meta["val"]
+        if isinstance(new, Node) and isinstance(leaf, Tensor) and _moved(journal, old, new)
+        else leaf
         for old, new, leaf in zip(old_leaves, new_leaves, leaves)
     ]
     journal.set_meta(node, "eager_input_vals", pytree.tree_unflatten(updated, spec))
@@ -248,14 +258,11 @@ def _audit(graph: Graph, journal: Journal, facts: Facts) -> None:
 
 
 def _recompute(node: Node, journal: Journal, facts: Facts) -> Any:
+    after = arguments(node, lambda n: n.meta.get("val"))
+    if node.target is operator.getitem:
+        return after[0][0][after[0][1]]
     old_args, old_kwargs = journal.arguments.get(node, (node.args, node.kwargs))
-    before = map_arg((old_args, dict(old_kwargs)), lambda n: journal.values.get(n, n.meta.get("val")))
-    after = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
-        return node.target(*after[0], **after[1])  # type: ignore[operator, index]
     old, new = _leaves((old_args, dict(old_kwargs))), _leaves((node.args, dict(node.kwargs)))
     changed = [n for o, n in zip(old, new) if isinstance(n, Node) and _moved(journal, o, n)]
-    call = Call(node, before, after, changed, needs_grad=facts.has_backward)  # type: ignore[arg-type]
-    if is_view(node) and changed:
-        return rerun(call)
-    return consume(call)
+    call = Call(node, after, changed, needs_grad=facts.has_backward)
+    return rerun(call) if is_view(node) and changed else consume(call)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ from .match import (
     is_hop,
     mutated_inputs,
     target_name,
-    tensor_of,
 )
 from .reason import Reason
 from .tags import Site, StrideTag
@@ -122,11 +121,10 @@ def unchanged(before: Any, after: Any, exact: bool = True) -> bool:
 
 @dataclass
 class Call:
-    """A node with its arguments before and after."""
+    """A node with the arguments that it would get."""
 
     node: Node
-    before: tuple[Any, Any]  # (args, kwargs) with values for nodes
-    after: tuple[Any, Any]
+    after: tuple[Any, Any]  # (args, kwargs) with values for nodes
     changed: list[Node]  # inputs whose layout differs
     behind: str = ""  # name of the attention op whose output layout moved, if one did
     in_backward: bool = False
@@ -160,7 +158,9 @@ def consume(call: Call) -> Any:
 
 def _refusal(call: Call, reason: Reason, fact: str) -> Refused:
     """A refusal; behind an attention op whose output moved, that is what decided."""
-    name = f"{call.node.name} ({target_name(call.node)})" if call.node.op != "output" else "the output"
+    name = (
+        f"{call.node.name} ({target_name(call.node)})" if call.node.op != "output" else "the output"
+    )
     inputs = ", ".join(n.name for n in call.changed)
     if call.behind:
         return Refused(
@@ -179,7 +179,9 @@ def _hop_refusal(call: Call) -> Refused:
     if is_attention(call.node):
         return _refusal(call, Reason.UNTAGGED_OP, "is an attention op without a stride tag")
     if name.startswith("auto_functionalized"):
-        return _refusal(call, Reason.OPAQUE_CONSUMER, f"({inner_op(call.node)}) may read it by fixed strides")
+        return _refusal(
+            call, Reason.OPAQUE_CONSUMER, f"({inner_op(call.node)}) may read it by fixed strides"
+        )
     return _refusal(call, Reason.SUBGRAPH_BOUNDARY, "takes it into a subgraph")
 
 
@@ -187,7 +189,9 @@ def _bound_refusal(call: Call, tag: StrideTag | None) -> Refused:
     if tag is not None and tag.status is tags.Status.DENSE_ONLY:
         return _refusal(call, Reason.DENSE_ONLY_OP, f"needs dense operands ({tag.evidence})")
     if call.in_backward:
-        return _refusal(call, Reason.BACKWARD_NOT_CAPABLE, "has no stride tag and runs in the backward")
+        return _refusal(
+            call, Reason.BACKWARD_NOT_CAPABLE, "has no stride tag and runs in the backward"
+        )
     if tag is not None:
         return _refusal(call, Reason.UNTAGGED_OP, f"is unverified ({tag.evidence})")
     if tags.qkv_arguments(call.node.target):
@@ -224,7 +228,7 @@ def rerun(call: Call) -> Any:
         raise _refusal(call, Reason.OPAQUE_CONSUMER, "has no fake values to decide on")
     try:
         with torch.no_grad(), mode, no_new_guards(mode):
-            return call.node.target(*args, **kwargs)  # type: ignore[operator]
+            return _op(call.node)(*args, **kwargs)
     except NewGuard as guard:
         raise _refusal(call, Reason.UNBACKED_SHAPE, f"would need the guard {guard}") from guard
     except Exception as fault:
@@ -252,15 +256,23 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
 
 def _bind(call: Call, arguments: tuple[Any, Any]) -> dict[str, Any]:
     args, kwargs = arguments
-    schema = call.node.target._schema.arguments  # type: ignore[union-attr]
-    return dict(zip([a.name for a in schema], args)) | kwargs
+    return dict(zip([a.name for a in _op(call.node)._schema.arguments], args)) | kwargs
+
+
+def _op(node: Node) -> Any:
+    """The op that a ``call_function`` node calls."""
+    return node.target
 
 
 def _check_contract(call: Call, tag: StrideTag, name: str, value: Tensor) -> None:
     fault = tag.contract.violation(Layout.of(value), value.element_size())
     if fault is not None:
         reason, detail = fault
-        raise Refused(reason, f"{call.node.name} ({target_name(call.node)}) operand {name}: {detail}", call.node)
+        raise Refused(
+            reason,
+            f"{call.node.name} ({target_name(call.node)}) operand {name}: {detail}",
+            call.node,
+        )
 
 
 def _check_together(call: Call, group: tuple[str, ...], after: dict[str, Any]) -> None:
@@ -270,7 +282,9 @@ def _check_together(call: Call, group: tuple[str, ...], after: dict[str, Any]) -
     if all(layout.row_major for layout in layouts.values()):
         return
     text = "; ".join(f"{n} {layout}" for n, layout in layouts.items())
-    raise _refusal(call, Reason.MIXED_LAYOUT, f"needs one layout for {' and '.join(group)} ({text})")
+    raise _refusal(
+        call, Reason.MIXED_LAYOUT, f"needs one layout for {' and '.join(group)} ({text})"
+    )
 
 
 def _check_output(call: Call, tag: StrideTag, after: dict[str, Any], predicted: Any) -> Any:
@@ -280,14 +294,15 @@ def _check_output(call: Call, tag: StrideTag, after: dict[str, Any], predicted: 
     if rule is None:
         raise Refused(
             Reason.OUTPUT_LAYOUT,
-            f"the fake kernel of {call.node.name} ({target_name(call.node)}) predicts another output layout "
-            f"({_first(predicted)}), and the tag does not state one",
+            f"the fake kernel of {call.node.name} ({target_name(call.node)}) predicts another "
+            f"output layout ({_first(predicted)}), and the tag does not state one",
             call.node,
         )
     if rule != "fake" and not _as_stated(rule, _first_tensor(predicted), after):
         raise Refused(
             Reason.OUTPUT_LAYOUT,
-            f'the tag of {call.node.name} states output="{rule}", its fake kernel says {_first(predicted)}',
+            f'the tag of {call.node.name} states output="{rule}", '
+            f"its fake kernel says {_first(predicted)}",
             call.node,
         )
     return predicted
@@ -424,7 +439,8 @@ class Propagation:
                 inner = f" ({inner_op(writer)})" if target_name(writer).startswith("auto_") else ""
                 raise Refused(
                     Reason.MUTATED,
-                    f"{writer.name} ({target_name(writer)}){inner} writes the memory of {value.name}",
+                    f"{writer.name} ({target_name(writer)}){inner} writes the memory of "
+                    f"{value.name}",
                     writer,
                 )
 
@@ -457,7 +473,7 @@ class Propagation:
         self._carry(source, node, overlay)
         value = overlay.value(source)
         if isinstance(value, (list, tuple)):  # a part of a split or unbind
-            return value[node.args[1]]  # type: ignore[index]
+            return _part(node, overlay)
         if isinstance(value, Tensor) and not (overlay.is_removed(node)):
             done = self._rerun_view(node, overlay, value)
             if done is not None:
@@ -485,7 +501,9 @@ class Propagation:
             raise self._view_refusal(node, overlay, str(why)) from why
         out = node.meta["val"]
         if isinstance(parts, list):
-            return [self._realise(None, p, tuple(o.shape), root, overlay) for p, o in zip(parts, out)]
+            return [
+                self._realise(None, p, tuple(o.shape), root, overlay) for p, o in zip(parts, out)
+            ]
         return self._realise(node, parts, tuple(out.shape), root, overlay)
 
     def _root_of(self, node: Node, overlay: Overlay) -> Node:
@@ -496,7 +514,12 @@ class Propagation:
         return root
 
     def _realise(
-        self, node: Node | None, view: StridedView, size: tuple[Int, ...], root: Node, overlay: Overlay
+        self,
+        node: Node | None,
+        view: StridedView,
+        size: tuple[Int, ...],
+        root: Node,
+        overlay: Overlay,
     ) -> Any:
         """A strided tensor re-emitted from the root where there is one, else still pending."""
         layout = view.layout(size)
@@ -516,7 +539,7 @@ class Propagation:
         return value
 
     def _view_refusal(self, node: Node, overlay: Overlay, why: str) -> Refused:
-        call = Call(node, ((), {}), ((), {}), [node.all_input_nodes[0]], overlay.behind.get(node, ""))
+        call = Call(node, ((), {}), node.all_input_nodes[:1], overlay.behind.get(node, ""))
         return _refusal(call, Reason.VIEW_NEEDS_DENSE, f"is no view without the copy ({why})")
 
     def _through_op(self, node: Node, overlay: Overlay) -> Any:
@@ -525,8 +548,8 @@ class Propagation:
             self._carry(source, node, overlay)
         call.behind = overlay.behind.get(node, "")
         self._check_border(node, overlay, call)
-        if node.target is operator.getitem and node.args[0].op == "call_function":  # type: ignore[union-attr]
-            return overlay.value(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
+        if node.target is operator.getitem:
+            return _part(node, overlay)
         if self._cascades(node, overlay):
             overlay.removed.add(node)
             overlay.cascaded.add(node)
@@ -575,16 +598,25 @@ class Propagation:
         ]
         return Call(
             node,
-            before=_arguments(node, lambda n: n.meta.get("val")),
-            after=_arguments(node, overlay.value),
+            after=arguments(node, overlay.value),
             changed=changed,
             in_backward=node in self.facts.backward,
             needs_grad=self.facts.has_backward,
         )
 
 
-def _arguments(node: Node, value: Any) -> tuple[Any, Any]:
-    return map_arg((node.args, dict(node.kwargs)), value)  # type: ignore[return-value]
+def arguments(node: Node, value: Callable[[Node], Any]) -> tuple[Any, Any]:
+    """(args, kwargs) of a node with values for nodes."""
+    args: Any = map_arg(node.args, value)
+    kwargs: Any = map_arg(dict(node.kwargs), value)
+    return args, kwargs
+
+
+def _part(node: Node, overlay: Overlay) -> Any:
+    """One of several results."""
+    source, index = node.args
+    assert isinstance(source, Node)
+    return overlay.value(source)[index]
 
 
 def _viewable(node: Node, value: Tensor) -> bool:

@@ -118,7 +118,7 @@ class StrideTag:
         return repr((replace(self, when=None), condition))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _condition_key(when: Condition | None, version: str | None) -> str | None:
     if when is None or version is not None:
         return repr(version)
@@ -154,7 +154,7 @@ class _Registry:
 _registry = _Registry()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def builtin_tags() -> tuple[StrideTag, ...]:
     """The built-in table as tags, in the order of the table."""
     return tuple(
@@ -186,9 +186,13 @@ def op_name(op: OpName) -> str:
     if hasattr(op, "_qualname"):  # torch.library.CustomOpDef
         return op._qualname
     if not isinstance(op, str):
-        raise TypeError(f"op is {op!r}; give 'namespace::name', an OpOverload or a torch.library.custom_op")
+        raise TypeError(
+            f"op is {op!r}; give 'namespace::name', an OpOverload or a torch.library.custom_op"
+        )
     if not re.fullmatch(r"[^:\s]+::[^:\s]+", op):
-        raise ValueError(f"op is {op!r}; give it as 'namespace::name', with an overload behind a dot if need be")
+        raise ValueError(
+            f"op is {op!r}; give it as 'namespace::name', with an overload behind a dot if need be"
+        )
     return op
 
 
@@ -226,7 +230,9 @@ def register_stride_tag(
         raise TypeError(f"operands is {operands!r}; give names, such as ('q', 'k', 'v')")
     operands = tuple(operands)
     if not operands:
-        raise ValueError(f"no operands given for {name}; name the arguments that are read by stride")
+        raise ValueError(
+            f"no operands given for {name}; name the arguments that are read by stride"
+        )
     if when is not None and not callable(when):
         raise TypeError(f"when is {when!r}; give a function from a Site to None or a reason")
     tag = StrideTag(
@@ -260,7 +266,9 @@ def _check_operands(tag: StrideTag) -> None:
         names = [argument.name for argument in target._schema.arguments]
         for group in (tag.operands, *tag.contract.together, _followed(tag.contract)):
             if missing := [operand for operand in group if operand not in names]:
-                raise ValueError(f"{tag.op} has no argument {missing[0]!r}; it has {', '.join(names)}")
+                raise ValueError(
+                    f"{tag.op} has no argument {missing[0]!r}; it has {', '.join(names)}"
+                )
 
 
 def _followed(contract: StrideContract) -> tuple[str, ...]:
@@ -357,10 +365,13 @@ def _tensor_arguments(target: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in target._schema.arguments if "Tensor" in str(a.type))
 
 
-_QKV = tuple(re.compile(rf"x?{letter}|{word}.*|x?{letter}_.*") for letter, word in
-             (("q", "quer(?:y|ies)"), ("k", "key"), ("v", "value")))
+_QKV = tuple(
+    re.compile(rf"x?{letter}|{word}.*|x?{letter}_.*")
+    for letter, word in (("q", "quer(?:y|ies)"), ("k", "key"), ("v", "value"))
+)
 
 
+@functools.cache
 def qkv_arguments(target: Any) -> tuple[str, ...]:
     """Names of the q, k and v arguments of an op, or () if it takes none of that kind."""
     if not isinstance(target, torch._ops.OpOverload):

@@ -44,7 +44,13 @@ def _unsqueeze(view: StridedView, size: Sequence[Int], args: Sequence[Any], out:
 
 
 def _squeeze(view: StridedView, size: Sequence[Int], args: Sequence[Any], out: Any) -> Parts:
-    wanted = range(len(size)) if not args else args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    wanted = (
+        range(len(size))
+        if not args
+        else args[0]
+        if isinstance(args[0], (list, tuple))
+        else [args[0]]
+    )
     for dim in sorted({d % len(size) for d in wanted}, reverse=True):
         if known(size[dim] == 1):
             view = view.drop(dim)
@@ -63,8 +69,8 @@ def _select(view: StridedView, size: Sequence[Int], args: Sequence[Any], out: An
 
 
 def _slice(view: StridedView, size: Sequence[Int], args: Sequence[Any], out: Any) -> Parts:
-    dim, start, _, step = (*args, *(0, None, None, 1)[len(args) :])
-    dim, start, step = dim % len(size), 0 if start is None else start, 1 if step is None else step
+    given = dict(enumerate(args))
+    dim, start, step = given.get(0, 0) % len(size), given.get(1) or 0, given.get(3, 1)
     if known(start == 0) and known(out[dim] == size[dim]):
         return view
     if known(start < 0):
@@ -144,7 +150,9 @@ def recompose(node: Node, view: StridedView, size: Sequence[Int]) -> Parts:
     if node.kwargs:
         raise NotAView(f"{node.name} has keyword arguments")
     value = node.meta["val"]
-    out = [tuple(v.shape) for v in value] if isinstance(value, (list, tuple)) else tuple(value.shape)
+    out = (
+        [tuple(v.shape) for v in value] if isinstance(value, (list, tuple)) else tuple(value.shape)
+    )
     return VIEW_STEPS[node.target](view, size, args, out)
 
 

@@ -197,7 +197,9 @@ def aligned(q: Tensor, k: Tensor, v: Tensor, modulo: int) -> Tensor:
     note("aligned", q, k, v)
     for name, t in zip("qkv", (q, k, v)):
         if bad := [n for n in (t.storage_offset(), *t.stride()[:-1]) if n % modulo]:
-            raise RuntimeError(f"{name} has an offset or stride of {bad[0]}, not a multiple of {modulo}")
+            raise RuntimeError(
+                f"{name} has an offset or stride of {bad[0]}, not a multiple of {modulo}"
+            )
     return attend(by_stride(q), by_stride(k), by_stride(v))
 
 
@@ -356,7 +358,9 @@ def leaf(x: Any) -> Any:
     return _same_layout(x, x.detach()).requires_grad_()
 
 
-def trace_fake(fn: Callable[..., Any], *specs: tuple[tuple[int, ...], str, torch.dtype]) -> GraphModule:
+def trace_fake(
+    fn: Callable[..., Any], *specs: tuple[tuple[int, ...], str, torch.dtype]
+) -> GraphModule:
     """The ATen graph of ``fn`` on fake tensors of (shape, device, dtype): nothing is allocated,
     and no such device needs to be there."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -420,9 +424,14 @@ class Outcome:
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """Reason by operand, with aten's ``query`` called ``q`` too; ``""`` stands for copies
-        that reach no operand, such as one behind the attention."""
-        return {_short(copy.operand): str(copy.reason) for copy in self.report.copies}
+        """Reason by operand, with aten's ``query`` called ``q`` too, and a copy that several
+        operands share under each of them; ``""`` stands for copies that reach none, such as one
+        behind the attention. Reasons that differ are joined by ``+``."""
+        found: dict[str, set[str]] = {}
+        for decision in self.report.copies:
+            for operand in _short(decision.operand):
+                found.setdefault(operand, set()).add(str(decision.reason))
+        return {operand: "+".join(sorted(reasons)) for operand, reasons in found.items()}
 
     @property
     def reasons(self) -> list[str]:
@@ -432,12 +441,12 @@ class Outcome:
         return [call for call in self.calls if call.op == op]
 
     def detail(self, operand: str) -> str:
-        (found,) = (c.detail for c in self.report.copies if _short(c.operand) == operand)
-        return found
+        return next(c.detail for c in self.report.copies if operand in _short(c.operand))
 
 
-def _short(operand: str) -> str:
-    return operand.replace("query", "q").replace("key", "k").replace("value", "v")
+def _short(operands: str) -> list[str]:
+    names = {"query": "q", "key": "k", "value": "v"}
+    return [names.get(name, name) for name in operands.split(", ")]
 
 
 def apply_pass(gm: GraphModule) -> Outcome:

@@ -86,7 +86,7 @@ def caches_on() -> Iterator[None]:
     """An own, empty cache directory, with every graph cache in use."""
     with (
         fresh_cache(),
-        inductor_config.patch(fx_graph_cache=True),
+        inductor_config.patch(fx_graph_cache=True, deterministic=False),
         functorch_config.patch(enable_autograd_cache=True),
     ):
         counters.clear()
@@ -99,9 +99,9 @@ def caches_on() -> Iterator[None]:
 def efficient_on_cuda(kv_heads: int, mask: bool) -> GraphModule:
     def forward(q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
         k = v = kv.unsqueeze(1).expand(1, kv_heads, 16, 128).contiguous()
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias if mask else None, False
-        )[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias if mask else None, False)[
+            0
+        ]
 
     return trace_fake(
         forward,
@@ -211,7 +211,7 @@ def test_b06_symbolic_tokens_need_a_bound(most: int | None, reason: str) -> None
     """B06: an unbounded number of tokens is kept, a known bound is used, no guard is added."""
     tag("aware", contract=INT32)
     qkv = packed()
-    torch._dynamo.mark_dynamic(qkv, 0, max=most)
+    torch._dynamo.mark_dynamic(qkv, 0, **({"min": 2, "max": most} if most else {}))
     gm = trace(lambda qkv: standins.aware(*copied(qkv)), qkv, dynamic=None)
     value = next(iter(gm.graph.find_nodes(op="placeholder"))).meta["val"]
     env = (value.node if isinstance(value, torch.SymInt) else value.fake_mode).shape_env
@@ -413,7 +413,7 @@ def test_b15_fake_that_says_like_q(output: str | None) -> None:
 
     Only "like:q" agrees with the fake, and that is a lie about the kernel: not tried below.
     """
-    tag("liar", contract=qkvpass.StrideContract(output=output))
+    tag("liar", contract=qkvpass.StrideContract(alignment=1, output=output))
     outcome = apply_pass(trace(transposed(standins.liar), *head_major()))
     if output != "like:q":
         assert outcome.verdicts["q"] == "output-layout"
@@ -424,7 +424,7 @@ def test_b15_fake_that_says_like_q(output: str | None) -> None:
 
 def test_b15_honest_fake_is_fine() -> None:
     """B15: a kernel that returns dense, and says so, needs no copies."""
-    tag("aware")
+    tag("aware", contract=qkvpass.StrideContract(alignment=1))
     _, ours = compile_pair(transposed(standins.aware), *head_major(), dynamic=True)
     assert all(not seen.dense for call in ours.seen("aware") for seen in call.tensors)
 
@@ -467,7 +467,8 @@ def test_b16_copies_that_enter_a_subgraph_stay(name: str) -> None:
         return op(q, k, v) * 2
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return region(*copied(x @ weight))
+        # Twice, for a region that is used once is inlined.
+        return region(*copied(x @ weight)) + region(*copied(x @ (weight * 2)))
 
     _, ours = compile_pair(forward, *projection())
     assert all(call.strides == (DENSE,) * 3 for call in ours.seen(name))
@@ -490,7 +491,9 @@ def test_b17_offset_alone_is_a_layout() -> None:
 
     eager = forward(stacked)
     stock, ours = compile_pair(forward, stacked)
-    offsets = [[seen.offset for seen in run.seen("offset_reader")[0].tensors] for run in (stock, ours)]
+    offsets = [
+        [seen.offset for seen in run.seen("offset_reader")[0].tensors] for run in (stock, ours)
+    ]
     assert offsets[0] == offsets[1], "wherever stock is wrong, so are we, and no further"
     assert eager.shape == stock.outputs[0][0].shape
 
@@ -749,7 +752,9 @@ def test_b27_nothing_matched_is_said() -> None:
     outcome = decide(lambda x, weight: torch.softmax(x @ weight, -1), *projection())
     assert not outcome.report.copies
     assert "nothing matched" in str(outcome.report)
-    views = decide(lambda x, w: standins.aware(*(heads(t) for t in (x @ w).chunk(3, -1))), *projection())
+    views = decide(
+        lambda x, w: standins.aware(*(heads(t) for t in (x @ w).chunk(3, -1))), *projection()
+    )
     assert not views.report.copies
     assert "standin::aware" in str(views.report)
 
@@ -763,21 +768,24 @@ def test_b28_unbacked_sizes() -> None:
         torch._check(tokens >= 0)
         torch._check(tokens <= qkv.shape[0])
         rows = qkv.narrow(0, 0, tokens)
-        q, k, v = (
-            t.view(tokens, HEADS, HEAD_DIM).contiguous() for t in rows.split(WIDTH, -1)
-        )
+        q, k, v = (t.view(tokens, HEADS, HEAD_DIM).contiguous() for t in rows.split(WIDTH, -1))
         return standins.aware(q, k, v)
 
     qkv = packed()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
-        compiled = torch.compile(forward, backend=qkvpass.backend, fullgraph=True)
-        with qkvpass.capture() as reports:
-            results = {n: compiled(qkv, torch.tensor(n)) for n in (5, 0)}
-    for n, result in results.items():
-        torch.testing.assert_close(result, forward(qkv, torch.tensor(n)))
-    (report,) = reports
-    assert {str(c.reason) for c in report.copies} <= {"removed", "unbacked-shape"}
-    assert len(report.copies) == 3
+    graphs = []
+    for backend in ("inductor", qkvpass.backend):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+            compiled = torch.compile(forward, backend=backend, fullgraph=True)
+            with qkvpass.capture() as reports:
+                results = {n: compiled(qkv, torch.tensor(n)) for n in (5, 0)}
+        for n, result in results.items():
+            torch.testing.assert_close(result, forward(qkv, torch.tensor(n)))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1], "a guard of ours made Dynamo compile once more"
+    assert {str(c.reason) for r in reports for c in r.copies} <= {"removed", "unbacked-shape"}
+    assert all(len(report.copies) == 3 for report in reports)
 
 
 class Flatten(nn.Module):
@@ -825,7 +833,11 @@ def test_b30_forward_and_lazily_compiled_backward() -> None:
     """B30: both directions get the views, and nothing of it stays in Inductor's config."""
     tag("aware")
     tag("aware_bwd", backward_of="standin::aware")
-    slots = [name for name in dir(inductor_config) if name.endswith(("custom_pre_pass", "custom_post_pass"))]
+    slots = [
+        name
+        for name in dir(inductor_config)
+        if name.endswith(("custom_pre_pass", "custom_post_pass"))
+    ]
     before = {name: getattr(inductor_config, name) for name in slots}
     _, ours = compile_pair(layer(standins.aware), *projection(), train=True)
     assert {name: getattr(inductor_config, name) for name in slots} == before
@@ -894,7 +906,9 @@ def test_b34_compiled_model_is_let_go(how: str) -> None:
     model = Encoder()
     gone = weakref.ref(model)
     options: dict[str, Any] = (
-        {"backend": qkvpass.backend} if how == "backend" else {"options": qkvpass.inductor_options()}
+        {"backend": qkvpass.backend}
+        if how == "backend"
+        else {"options": qkvpass.inductor_options()}
     )
     compiled = torch.compile(model, **options)
     with qkvpass.capture() as reports, torch.no_grad():
@@ -911,7 +925,9 @@ def sdpa_inputs() -> tuple[Tensor, Tensor]:
 
 
 def sdpa(x: Tensor, weight: Tensor, dense_q: bool = True) -> Tensor:
-    q, k, v = (t.view(2, TOKENS, HEADS, HEAD_DIM).transpose(1, 2) for t in (x @ weight).chunk(3, -1))
+    q, k, v = (
+        t.view(2, TOKENS, HEADS, HEAD_DIM).transpose(1, 2) for t in (x @ weight).chunk(3, -1)
+    )
     q = q.contiguous() if dense_q else q
     return F.scaled_dot_product_attention(q, k.contiguous(), v.contiguous())
 
@@ -975,7 +991,8 @@ def test_b40_opaque_rotary_keeps_its_dense_input(batch: int) -> None:
     tag("aware")
     outcome = decide(rearranged, torch.randn(batch, TOKENS, 3, HEADS, HEAD_DIM))
     assert outcome.verdicts["v"] == "removed"
-    assert outcome.reasons == ["opaque-consumer", "removed"]
+    # For more than one, no strided view could replace the copy either.
+    assert outcome.verdicts["q"] in {"opaque-consumer", "view-needs-dense"}
     assert all(call.tensors[0].dense for call in outcome.only("rotary"))
 
 

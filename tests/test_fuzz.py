@@ -1,0 +1,341 @@
+"""Random attention modules: whatever is drawn, no value and no layout that matters may change.
+
+Most examples stop in front of Inductor's code generation: the graph that Inductor would lower is
+interpreted, before the pass and behind it, and every node is compared. A few run all the way.
+``QKVPASS_FUZZ_EXAMPLES=5000`` draws that many at random; without it a fixed 300 are drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import HealthCheck, Phase, event, given, reject, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+import programs
+import qkvpass
+import standins
+from programs import Module, Program, Setting
+from qkvpass import safety, tags
+from qkvpass.layout import Layout
+
+aten = torch.ops.aten
+EXAMPLES = os.environ.get("QKVPASS_FUZZ_EXAMPLES")
+SEEDS = (1, 2)
+
+
+def fuzz(share: float, **options: Any) -> Callable[..., Any]:
+    """Hypothesis settings: ``share`` of the examples asked for, the same ones each time in CI."""
+    return settings(
+        max_examples=max(1, round(int(EXAMPLES or 300) * share)),
+        derandomize=EXAMPLES is None,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+        **options,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Graphs
+
+
+@dataclass
+class Traced:
+    """A graph as Inductor would lower it, and what it was called with."""
+
+    gm: GraphModule
+    calls: list[list[Any]] = field(default_factory=list)
+
+
+def trace(module: Module, inputs: Sequence[Sequence[Tensor]], dynamic: bool) -> list[Traced]:
+    """The graphs behind the joint passes, for all of the inputs."""
+    graphs: list[Traced] = []
+
+    def interpret(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+        traced = Traced(standins.clone(gm))
+        graphs.append(traced)
+
+        def run(args: list[Any]) -> Any:
+            traced.calls.append(standins.fresh(args, 0))
+            return Interpreter(gm).run(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        patches = {"force_disable_caches": True}
+        return compile_fx(gm, example_inputs, inner_compile=interpret, config_patches=patches)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
+    with torch.no_grad():
+        for args in inputs:
+            compiled(*args)
+    return graphs
+
+
+def rewrite(gm: GraphModule, target: str) -> tuple[GraphModule, qkvpass.Report]:
+    after = standins.clone(gm)
+    with qkvpass.capture() as reports:
+        qkvpass.StridedQKVPass(qkvpass.Options(target=target))(after.graph)
+    after.graph.lint()
+    after.recompile()
+    (report,) = reports
+    return after, report
+
+
+Strides = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
+
+
+def strides_of(value: Any) -> Any:
+    return pytree.tree_map(
+        lambda t: (tuple(t.shape), t.stride(), t.storage_offset()) if isinstance(t, Tensor) else None,
+        value,
+    )
+
+
+def bits(value: Any) -> list[Any]:
+    """Values to compare by ``==``, with equal bits and nothing else."""
+    return [
+        x.detach().contiguous().view(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x
+        for x in pytree.tree_leaves(value)
+    ]
+
+
+@dataclass
+class Trail:
+    """What one run of a graph did, by node."""
+
+    outputs: list[Any] = field(default_factory=list)
+    aliases: list[int] = field(default_factory=list)
+    bits: dict[str, list[Any]] = field(default_factory=dict)
+    layouts: dict[str, Any] = field(default_factory=dict)
+    reads: dict[str, dict[str, Any]] = field(default_factory=dict)  # layouts by argument
+
+
+class Watch(Interpreter):
+    """Runs a graph and writes down every node's values and layouts."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.trail = Trail()
+
+    def run_node(self, n: Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if isinstance(n.target, torch._ops.OpOverload):
+            names = [argument.name for argument in n.target._schema.arguments]
+            self.trail.reads[n.name] = strides_of(dict(zip(names, args)) | kwargs)
+        elif n.op != "placeholder":
+            self.trail.reads[n.name] = {"": strides_of((args, kwargs))}
+        result = super().run_node(n)
+        if "empty" in str(n.target):
+            result.fill_(7)  # the same garbage in every run
+        self.trail.bits[n.name] = bits(result)
+        self.trail.layouts[n.name] = strides_of(result)
+        return result
+
+
+def run(gm: GraphModule, inputs: Sequence[Any]) -> Trail:
+    watch = Watch(gm)
+    with torch.no_grad():
+        outputs = pytree.tree_leaves(watch.run(*inputs))
+    trail = watch.trail
+    trail.outputs = [x.clone() if isinstance(x, Tensor) else x for x in (*outputs, *inputs)]
+    storages = [
+        x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x in (*inputs, *outputs)
+    ]
+    trail.aliases = [storages.index(s) for s in storages]
+    return trail
+
+
+# ---------------------------------------------------------------------------------------------
+# Properties
+
+
+def check(stock: GraphModule, after: GraphModule, calls: Sequence[list[Any]]) -> None:
+    """The rewritten graph computes the same, and shows the same to whom it matters."""
+    for args in calls:
+        for seed in SEEDS:
+            old = run(stock, standins.fresh(args, seed))
+            new = run(after, standins.fresh(args, seed))
+            check_values(old, new)
+            check_consumers(after, old, new)
+            check_metas(stock, after, args, old, new)
+
+
+def check_values(old: Trail, new: Trail) -> None:
+    assert bits(new.outputs) == bits(old.outputs), "an output or an input differs"
+    assert new.aliases == old.aliases, "outputs share other memory than before"
+    for name in old.bits.keys() & new.bits.keys():
+        assert old.bits[name] == new.bits[name], f"{name} has another value"
+
+
+def is_bound(node: Node) -> bool:
+    """Whether the node must see the layouts that it saw, judged without the pass's own lists."""
+    if node.op == "output" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") or "mm" in str(node.target)
+
+
+def check_consumers(after: GraphModule, old: Trail, new: Trail) -> None:
+    for node in after.graph.nodes:
+        if (before := old.reads.get(node.name)) == (now := new.reads.get(node.name)):
+            continue
+        if node.name not in old.reads:
+            continue  # a view that the pass made
+        tag = tags.lookup(node.target)
+        if tag is not None and tag.status.capable:
+            check_contract(node, tag, before, now)
+        else:
+            assert not is_bound(node), f"{node.format_node()} read {before}, and reads {now}"
+
+
+def check_contract(node: Node, tag: tags.StrideTag, before: Any, now: Any) -> None:
+    moved = {name for name in now if now[name] != before[name]}
+    assert moved <= set(tag.operands), f"{node}: {moved} are not tagged"
+    itemsize = node.meta["val"].element_size()
+    layouts = {name: Layout(*now[name]) for name in moved}
+    for name, layout in layouts.items():
+        fault = tag.contract.violation(layout, itemsize)
+        assert fault is None, f"{node} operand {name}: {fault}"
+    for group in tag.contract.together:
+        if moved & set(group):
+            shapes = {real_strides(now[name]) for name in group}
+            assert len(shapes) == 1 or all(Layout(*now[n]).row_major for n in group), f"{node}: {now}"
+
+
+def real_strides(layout: Strides) -> tuple[int, ...]:
+    """Strides of the dims that hold more than one element; others address nothing."""
+    return tuple(stride for size, stride in zip(*layout[:2]) if size != 1)
+
+
+def check_metas(
+    stock: GraphModule, after: GraphModule, inputs: Sequence[Any], old: Trail, new: Trail
+) -> None:
+    """Metas are true wherever stock's were; recorded layouts are those of the arguments."""
+    was_wrong = {name for name, *_ in wrong_metas(stock, inputs, old)}
+    wrong = [found for found in wrong_metas(after, inputs, new) if found[0] not in was_wrong]
+    assert not wrong, f"wrong metas: {wrong}"
+
+
+def wrong_metas(gm: GraphModule, inputs: Sequence[Any], trail: Trail) -> list[tuple[str, Any, Any]]:
+    number = numbers(gm, inputs)
+
+    def claimed(value: Any) -> Any:
+        return pytree.tree_map(lambda x: number(x) if isinstance(x, torch.SymInt) else x, strides_of(value))
+
+    found = []
+    for node in gm.graph.nodes:
+        actual = trail.layouts[node.name]
+        if node.op == "call_function" and "val" in node.meta:
+            claim = claimed(node.meta["val"])
+            if isinstance(node.target, torch._ops.OpOverload) and claim != actual:
+                found.append((node.name, claim, actual))
+        if "eager_input_vals" in node.meta:
+            claim = pytree.tree_leaves(claimed(node.meta["eager_input_vals"]))
+            actual = pytree.tree_leaves(
+                torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: trail.layouts[n.name])
+            )
+            if claim != actual:
+                found.append((f"{node.name}, recorded", claim, actual))
+    return found
+
+
+def numbers(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[torch.SymInt], int]:
+    """What the symbols of a graph stand for, given its inputs."""
+    values: dict[Any, int] = {}
+    for node, given_ in zip(gm.graph.find_nodes(op="placeholder"), inputs):
+        val = node.meta["val"]
+        pairs = [(val, given_)]
+        if isinstance(val, Tensor):
+            pairs = [*zip(val.shape, given_.shape), *zip(val.stride(), given_.stride())]
+        for symbol, value in pairs:
+            if isinstance(symbol, torch.SymInt) and symbol.node.expr.is_symbol:
+                values[symbol.node.expr] = value
+    return lambda symbol: int(symbol.node.expr.xreplace(values))
+
+
+def check_report(stock: GraphModule, after: GraphModule, report: qkvpass.Report) -> None:
+    assert not report.fault
+    before = {node.name: node for node in stock.graph.nodes}
+    left = {node.name: node for node in after.graph.nodes}
+    for copy in report.copies:
+        assert isinstance(copy.reason, qkvpass.Reason) and copy.detail, copy
+        assert copy.node in before, copy
+        assert copy.removed == (copy.node not in left), copy
+    assert bool(report.removed) == bool(report.diff())
+    assert bool(report.removed) == (len(before.keys() - left.keys()) > 0)
+    assert len(report.removed) + len(report.kept) == len(report.copies)
+    assert str(report) and report.to_json()
+
+
+@contextmanager
+def tagged(module: Module, setting: Setting) -> Iterator[None]:
+    saved = dict(tags._registry.user)
+    setting.tag(module)
+    try:
+        yield
+    finally:
+        tags._registry.user = saved
+        tags._registry.changed()
+
+
+def inputs_of(program: Program) -> list[tuple[Tensor, ...]]:
+    """One set of inputs; with dynamic shapes a second one that has more tokens."""
+    torch.manual_seed(0)
+    tokens = [program.tokens, program.tokens + 3] if program.dynamic else [program.tokens]
+    return [program.inputs(n) for n in tokens]
+
+
+def runnable(program: Program) -> Module:
+    """The module, if it runs eagerly on its inputs; not every drawn program does."""
+    module = Module(program)
+    try:
+        with torch.no_grad():
+            for args in inputs_of(program):
+                module(*standins.fresh(args, 0))
+    except (RuntimeError, IndexError, ValueError):
+        reject()
+    return module
+
+
+def check_program(program: Program, setups: Sequence[Setting]) -> int:
+    """All properties of the fast path; how many copies went."""
+    module = runnable(program)
+    removed = 0
+    for traced in trace(module, inputs_of(program), program.dynamic):
+        for setting in setups:
+            stock = standins.clone(traced.gm)
+            if setting.post_grad:
+                view_to_reshape(stock)
+            with tagged(module, setting):
+                after, report = rewrite(stock, setting.target)
+                check_report(stock, after, report)
+                again, _ = rewrite(after, setting.target)
+                check(stock, after, traced.calls)
+                check(stock, again, traced.calls)
+            for copy in report.copies:
+                event(str(copy.reason))
+            removed += len(report.removed)
+    return removed
+
+
+@fuzz(1)
+@given(programs.programs(), st.lists(programs.settings_of_the_pass, min_size=1, max_size=2))
+def test_random_programs(program: Program, setups: list[Setting]) -> None:
+    check_program(program, setups)
