@@ -153,6 +153,13 @@ class StridedView:
 
     def reshape(self, size: Sequence[Int]) -> StridedView:
         atoms = [atom for dim in self.dims for atom in dim]
+        try:
+            return self._regroup(atoms, size)
+        except NotAView:  # sizes that cut across atoms which lie one behind the other
+            return self._regroup(list(_merge(atoms)), size)
+
+    def _regroup(self, atoms: list[Atom], size: Sequence[Int]) -> StridedView:
+        atoms = list(atoms)
         dims: list[tuple[Atom, ...]] = []
         for extent in size:
             taken: list[Atom] = []

@@ -6,11 +6,10 @@ the pass. Kernels are stand-ins, so that what they received can be read.
 
 from __future__ import annotations
 
+import standins
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-import standins
 
 DIM, HEADS = 64, 4
 HEAD_DIM = DIM // HEADS

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import nn
-
 import families
+import pytest
 import standins
+import torch
 from families import HEAD_DIM, HEADS
 from standins import compile_pair, decide, tag
+from torch import nn
 
 # By operand: what becomes of the copy in front of it. "" is the copy behind the attention, or
 # one that reaches no attention operand.

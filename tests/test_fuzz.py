@@ -42,7 +42,7 @@ def fuzz(share: float, **options: Any) -> Callable[..., Any]:
         derandomize=EXAMPLES is None,
         database=None,
         deadline=None,
-        print_blob=False,
+        phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         **options,
     )
@@ -302,23 +302,25 @@ def inputs_of(program: Program) -> list[tuple[Tensor, ...]]:
     return [program.inputs(n) for n in tokens]
 
 
-def runnable(program: Program) -> Module:
-    """The module, if it runs eagerly on its inputs; not every drawn program does."""
-    module = Module(program)
+@contextmanager
+def rejecting() -> Iterator[None]:
+    """Not every drawn program runs, and not every one that runs compiles: those are no examples."""
     try:
-        with torch.no_grad():
-            for args in inputs_of(program):
-                module(*standins.fresh(args, 0))
+        yield
     except (RuntimeError, IndexError, ValueError):
         reject()
-    return module
 
 
 def check_program(program: Program, setups: Sequence[Setting]) -> int:
     """All properties of the fast path; how many copies went."""
-    module = runnable(program)
+    module = Module(program)
     removed = 0
-    for traced in trace(module, inputs_of(program), program.dynamic):
+    with rejecting():
+        with torch.no_grad():
+            for args in inputs_of(program):
+                module(*standins.fresh(args, 0))
+        graphs = trace(module, inputs_of(program), program.dynamic)
+    for traced in graphs:
         for setting in setups:
             stock = standins.clone(traced.gm)
             if setting.post_grad:
