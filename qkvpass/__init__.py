@@ -13,6 +13,7 @@ from .tags import (
     stride_tags,
     unregister_stride_tag,
 )
+from .triton_tags import TritonTag, register_triton_stride_tag, unregister_triton_stride_tag
 
 __version__ = "0.1.0"
 
@@ -25,13 +26,16 @@ __all__ = [
     "StrideContract",
     "StrideTag",
     "StridedQKVPass",
+    "TritonTag",
     "backend",
     "capture",
     "configured",
     "explain",
     "inductor_options",
     "register_stride_tag",
+    "register_triton_stride_tag",
     "stride_capable",
     "stride_tags",
     "unregister_stride_tag",
+    "unregister_triton_stride_tag",
 ]

@@ -19,6 +19,7 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tenso
 __all__ = [
     "CustomGraphPass",
     "NewGuard",
+    "add_triton_constants",
     "detect_fake_mode",
     "extract_tensor_metadata",
     "compile_with_inductor",
@@ -27,6 +28,8 @@ __all__ = [
     "no_new_guards",
     "sort_topologically",
     "stop_after_joint_passes",
+    "triton_constants",
+    "triton_kernel",
 ]
 
 
@@ -107,3 +110,24 @@ def inductor_cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+def triton_kernel(node: torch.fx.Node) -> Any:
+    """The kernel that a ``triton_kernel_wrapper_*`` node launches."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+
+
+def triton_constants(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a launch that were baked in when it was traced."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
+
+
+def add_triton_constants(constants: dict[str, Any]) -> int:
+    """Index of new baked-in arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return kernel_side_table.add_constant_args(constants)

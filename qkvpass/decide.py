@@ -9,7 +9,7 @@ from itertools import combinations
 from torch.fx import Node
 
 from . import policy, tags
-from .match import Candidate, Facts, find_candidates, is_hop
+from .match import Candidate, Facts, find_candidates, standing
 from .reason import Reason
 from .safety import Overlay, Propagation, Refused
 
@@ -184,11 +184,6 @@ def _worded(unit: list[Candidate], reason: Reason, detail: str) -> Verdict:
     if reason is not Reason.OPAQUE_CONSUMER:
         return reason, detail
     attention = [sink.node for c in unit for sink in c.sinks]
-    if any(_capable(node) for node in attention):
+    if any(standing(node)[0] for node in attention):
         return reason, detail
     return Reason.UNTAGGED_OP, f"{detail}; {attention[0].name} behind it has no stride tag either"
-
-
-def _capable(node: Node) -> bool:
-    tag = None if is_hop(node) else tags.lookup(node.target)
-    return tag is not None and tag.status.capable

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import tags
+from . import tags, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
 from .decide import decide
 from .match import Facts
@@ -136,7 +136,7 @@ class StridedQKVPass(CustomGraphPass):
             return None
         switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
-        return (_source_hash(), key, self.options, switches, versions)
+        return (_source_hash(), key, triton_tags.key(), self.options, switches, versions)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StridedQKVPass) and other.options == self.options

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from . import tags
+from . import tags, triton_tags
 from .layout import Int, Layout, NotAView, StridedView, product, same
 from .tags import StrideTag
 from .views import is_view, recompose
@@ -69,9 +69,7 @@ FRESH = frozenset(
 HOP_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
 
 # Higher-order ops that may write any of their operands.
-WRITING_HOPS = frozenset(
-    {"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "with_effects"}
-)
+WRITING_HOPS = frozenset({"triton_kernel_wrapper_mutation", "with_effects"})
 
 
 @dataclass(frozen=True)
@@ -261,6 +259,9 @@ def _written_by_hop(node: Node) -> list[Node]:
     name = target_name(node)
     if name == "auto_functionalized_v2":
         return _nodes_in(node.kwargs.get("_all_bases"))
+    if name == triton_tags.HOP:
+        given = triton_tags.pointers(node)
+        return [n for name in triton_tags.written(node) for n in _nodes_in(given.get(name))]
     if name == "auto_functionalized":
         return _written_arguments(inner_op(node), node.kwargs)
     return node.all_input_nodes if name in WRITING_HOPS else []
@@ -294,11 +295,22 @@ def is_attention(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if is_hop(node):
-        return target_name(node) in HOP_ATTENTION
+        return target_name(node) in HOP_ATTENTION or bool(triton_tags.tags_of(node))
     if tags.qkv_arguments(node.target):
         return True
     tag = tags.lookup(node.target)
     return tag is not None and tag.by != "PyTorch tag"
+
+
+def standing(node: Node) -> tuple[bool, str, str]:
+    """(whether an attention op may read strides at all, its tag's status, the evidence)."""
+    if tagged := triton_tags.tags_of(node):
+        told = "; ".join(f"{tag.operand} by {dict(tag.strides)}" for tag in tagged)
+        return True, str(tags.Status.DECLARED), f"stride arguments told by the user: {told}"
+    tag = tags.lookup(node.target)
+    if tag is None:
+        return False, "untagged", ""
+    return tag.status.capable, str(tag.status), tag.evidence
 
 
 def _ends_layer(node: Node) -> bool:
@@ -309,13 +321,22 @@ def _ends_layer(node: Node) -> bool:
 def operands(node: Node) -> list[Operand]:
     """The operands of an attention op that are tensors of the graph."""
     if is_hop(node):
-        return [Operand(node, n, a) for n, a in zip("qkv", node.args) if isinstance(a, Node)]
+        return _operands_of_hop(node)
     given = bound_arguments(node)
     return [
         Operand(node, name, given[name])
         for name in operand_names(node.target)
         if isinstance(given.get(name), Node)
     ]
+
+
+def _operands_of_hop(node: Node) -> list[Operand]:
+    if tagged := triton_tags.tags_of(node):
+        given = triton_tags.pointers(node)
+        named = [(tag.operand, given.get(tag.operand)) for tag in tagged]
+    else:
+        named = list(zip("qkv", node.args))
+    return [Operand(node, name, value) for name, value in named if isinstance(value, Node)]
 
 
 def operand_names(target: Any) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from . import policy, tags
+from . import policy
 from .decide import Decisions, first_sink
 from .layout import Layout
-from .match import MOVES, Candidate, Facts, is_hop, nbytes, operands, target_name
+from .match import MOVES, Candidate, Facts, nbytes, operands, standing, target_name
 from .reason import Reason
 from .report import AttentionOp, CopyDecision
 from .views import is_view
@@ -50,8 +50,7 @@ def attention_of(facts: Facts, decisions: Decisions) -> tuple[AttentionOp, ...]:
     seen = []
     for node in facts.attention:
         copies = sum(any(s.node is node for s in c.sinks) for c in decisions.candidates)
-        tag = None if is_hop(node) else tags.lookup(node.target)
-        status = str(tag.status) if tag is not None else "untagged"
+        _, status, _ = standing(node)
         note = "" if copies else _why_no_copy(node)
         seen.append(AttentionOp(node.name, target_name(node), status, copies, note))
     return tuple(seen)
@@ -67,7 +66,7 @@ def _why_no_copy(node: Node) -> str:
 def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> CopyDecision:
     node = candidate.node
     site = first_sink(candidate, facts)
-    tag = None if is_hop(site) else tags.lookup(site.target)
+    _, status, evidence = standing(site)
     if node in decisions.overlay.cascaded:
         reason, detail = (
             Reason.REMOVED_CASCADE,
@@ -93,7 +92,7 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
         detail=detail,
         nbytes=_traffic(node),
         source=source_line(node),
-        evidence=f"{tag.status}: {tag.evidence}" if tag is not None and reason.removed else "",
+        evidence=f"{status}: {evidence}" if reason.removed else "",
         folded=folded,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from . import triton_tags
 from .compat import extract_tensor_metadata
 from .layout import Layout, known, radix_view
 from .match import Facts, source_argument
@@ -51,6 +52,12 @@ class Journal:
         self.inserted.add(node)
         self.undo.append(lambda: self.graph.erase_node(node))
         return node
+
+    def set_kwarg(self, node: Node, name: str, value: Any) -> None:
+        old = node.kwargs
+        self.arguments.setdefault(node, (node.args, old))
+        self.undo.append(lambda: setattr(node, "kwargs", old))
+        node.kwargs = {**old, name: value}
 
     def retarget(self, node: Node, target: Any) -> None:
         old = node.target
@@ -126,6 +133,8 @@ def _edit(journal: Journal, facts: Facts, overlay: Overlay) -> None:
     for node in sorted(readers, key=facts.order.__getitem__):
         if "eager_input_vals" in node.meta:
             _record_layouts(journal, node)
+        if (constants := triton_tags.restated(node)) is not None:
+            journal.set_kwarg(node, "constant_args_idx", constants)
 
 
 def _is_pending(value: Any) -> bool:
@@ -261,6 +270,10 @@ def _recompute(node: Node, journal: Journal, facts: Facts) -> Any:
     after = arguments(node, lambda n: n.meta.get("val"))
     if node.target is operator.getitem:
         return after[0][0][after[0][1]]
+    if triton_tags.tags_of(node):
+        if triton_tags.restated(node) is not None:
+            raise RewriteFault(f"the constants of {node.name} are not the strides of its operands")
+        return node.meta.get("val")
     old_args, old_kwargs = journal.arguments.get(node, (node.args, node.kwargs))
     old, new = _leaves((old_args, dict(old_kwargs))), _leaves((node.args, dict(node.kwargs)))
     changed = [n for o, n in zip(old, new) if isinstance(n, Node) and _moved(journal, o, n)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from . import tags
+from . import tags, triton_tags
 from .compat import NewGuard, detect_fake_mode, no_new_guards
 from .layout import Int, Layout, NotAView, StridedView, known, product, radix_view, same
 from .match import (
@@ -145,7 +145,7 @@ def consume(call: Call) -> Any:
     if pending := _pending(call.after):
         raise _pending_refusal(call, pending)
     if is_hop(node):
-        raise _hop_refusal(call)
+        return _consume_launch(call)
     if any(n in mutated_inputs(node) for n in call.changed):
         raise _refusal(call, Reason.MUTATED, "writes it")
     tag = tags.lookup(node.target)
@@ -169,6 +169,18 @@ def _refusal(call: Call, reason: Reason, fact: str) -> Refused:
             call.node,
         )
     return Refused(reason, f"{name} {fact}: {inputs}", call.node)
+
+
+def _consume_launch(call: Call) -> Any:
+    """A user's Triton kernel whose stride arguments are told; other higher-order ops refuse."""
+    if not triton_tags.tags_of(call.node):
+        raise _hop_refusal(call)
+    values = triton_tags.pointers(call.node)
+    after = {source: call.after[1]["kwargs"][name] for name, source in values.items()}
+    fault = triton_tags.misfit(call.node, call.changed, after.__getitem__)
+    if fault is not None:
+        raise _refusal(call, *fault)
+    return call.node.meta.get("val")
 
 
 def _hop_refusal(call: Call) -> Refused:
@@ -571,6 +583,8 @@ class Propagation:
         if not aliased:
             return
         call.changed = call.changed or aliased
+        if triton_tags.tags_of(node):
+            return  # it only reads what it is tagged for, and the rule sees to the rest
         if node.op == "output":
             raise _refusal(call, Reason.GRAPH_OUTPUT, "is returned from the graph")
         raise _hop_refusal(call)

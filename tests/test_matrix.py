@@ -1,0 +1,346 @@
+"""The layer that all this grew from: its attention backends, and what it does to q and k.
+
+Backends are stand-ins with the facts of the originals. ``fa3``, ``fa4``, ``triton_attn`` and
+``amx_attn`` read strides; ``flashinfer_cudnn``, ``sdpa``, ``ascend_attn``, ``aiter_attn`` and
+``xpu_attn`` need dense operands or were never verified, and go wrong on strided ones here. Where
+the built-in table has a row for the original, the stand-in has its name.
+
+Every case is traced, rewritten and interpreted; one case a backend, so chosen that they cover
+the variants, heads and dtypes, also goes through all of Inductor: ``python test_matrix.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op
+
+import probe
+import qkvpass
+import standins
+from qkvpass import StrideContract
+from standins import as_dense, by_stride
+
+TOKENS, HEAD_DIM, DIM = 1023, 16, 32
+INT32 = 2**31 - 1
+ALL = frozenset("qkv")
+
+# ---------------------------------------------------------------------------------------------
+# Backends
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over (T, H, D), where k and v may have fewer heads, into a dense result."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return by_stride(out[0].transpose(0, 1))
+
+
+def packed_rows(t: Tensor) -> Tensor:
+    """Token offsets count the elements of a dense operand, whatever the token stride."""
+    return by_stride(t.as_strided(t.shape, (t.shape[1] * t.shape[2], *t.stride()[1:])))
+
+
+def from_storage_start(t: Tensor) -> Tensor:
+    """Strides are read, but from the start of the storage."""
+    return by_stride(t.as_strided(t.shape, t.stride(), 0))
+
+
+def rows_only(t: Tensor) -> Tensor:
+    assert t.stride(-1) == 1
+    return by_stride(t)
+
+
+def aligned(t: Tensor) -> Tensor:
+    unit = 16 // t.element_size()
+    assert t.stride(-1) == 1 and not any(n % unit for n in (t.storage_offset(), *t.stride()[:-1]))
+    return by_stride(t)
+
+
+def in_int32(t: Tensor) -> Tensor:
+    assert sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) <= INT32
+    return rows_only(t)
+
+
+def in_pairs(t: Tensor) -> Tensor:
+    assert t.shape[-1] % 2 == 0
+    return in_int32(t)
+
+
+def even_heads(site: qkvpass.Site) -> str | None:
+    return None if site.head_dim % 2 == 0 else f"head size {site.head_dim} is odd"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One attention op.
+
+    Args:
+        op: its name.
+        read: how it reads q, and k and v unless ``read_kv`` says otherwise.
+        tag: options of the stride tag that it gets; None for ops that get none.
+        kept: why copies in front of it stay, where it is not capable.
+        writes: operands that its schema says it writes.
+    """
+
+    op: str
+    read: Callable[[Tensor], Tensor]
+    read_kv: Callable[[Tensor], Tensor] | None = None
+    tag: dict[str, Any] | None = None
+    kept: str = ""
+    writes: tuple[str, ...] = ()
+
+    @property
+    def call(self) -> Any:
+        namespace, name = self.op.split("::")
+        return getattr(getattr(torch.ops, namespace), name)
+
+    def define(self) -> None:
+        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            probe.receive(q=q, k=k, v=v)
+            read_kv = self.read_kv or self.read
+            return attend(self.read(q), read_kv(k), read_kv(v))
+
+        op = custom_op(self.op, kernel, mutates_args=self.writes)
+        op.register_fake(lambda q, k, v: q.new_empty(q.shape))
+
+
+BACKENDS = {
+    # What the tags of the real ones say: flash kernels want 16-byte rows, Triton's multiplies
+    # token and stride in int32, the CPU kernel takes its strides as int and pairs of elements.
+    "fa3": Backend("matrix::fa3", rows_only, tag={}),
+    "fa4": Backend("matrix::fa4", aligned, tag={"contract": StrideContract(alignment=16)}),
+    "triton_attn": Backend(
+        "matrix::triton_attn", in_int32, tag={"contract": StrideContract(max_offset=INT32)}
+    ),
+    "amx_attn": Backend(
+        "matrix::amx_attn",
+        in_pairs,
+        tag={
+            "contract": StrideContract(alignment=4, max_offset=INT32, output="dense"),
+            "when": even_heads,
+        },
+    ),
+    "flashinfer_cudnn": Backend("vllm::flashinfer_wrapper", packed_rows, kept="dense-only-op"),
+    "sdpa": Backend("vllm::torch_sdpa_wrapper", as_dense, kept="tag-condition"),
+    "ascend_attn": Backend(
+        "npu::npu_fused_infer_attention_score", by_stride, as_dense, kept="dense-only-op"
+    ),
+    "aiter_attn": Backend("aiter::mha_varlen_fwd", by_stride, as_dense, kept="mutated", writes=("q","k","v")),
+    "xpu_attn": Backend("matrix::xpu_attn", from_storage_start, kept="untagged-op"),
+}
+for _backend in BACKENDS.values():
+    _backend.define()
+
+
+@custom_op("matrix::head_norm_", mutates_args=("x",))
+def head_norm_(x: Tensor) -> None:
+    """RMS norm of dense (T, H * D), head by head, in place."""
+    rows = x.as_strided((x.numel() // HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1))
+    rows.copy_(F.rms_norm(rows, (HEAD_DIM,)))
+
+
+@head_norm_.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@custom_op("matrix::apply_rope", mutates_args=())
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A model's own position embedding: it sees q and k as dense rows of pairs."""
+    q, k = (as_dense(t).view(-1, t.shape[1] * HEAD_DIM // 2, 2) for t in (q, k))
+    return tuple(  # type: ignore[return-value]
+        torch.stack((t[..., 0] * cos - t[..., 1] * sin, t[..., 1] * cos + t[..., 0] * sin), -1)
+        .view(TOKENS, -1, HEAD_DIM)
+        for t in (q, k)
+    )
+
+
+@apply_rope.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# The layer
+
+
+def nothing(q: Tensor, k: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain layer."""
+    return q, k
+
+
+def in_place_norm(q: Tensor, k: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor]:
+    """InternViT: in place, through a view that joins the heads."""
+    head_norm_(q.view(TOKENS, -1))
+    head_norm_(k.view(TOKENS, -1))
+    return q, k
+
+
+def applier(q: Tensor, k: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama 4: q and k go through code of the model's own."""
+    return apply_rope(q, k, *rope)
+
+
+def head_norm(q: Tensor, k: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor]:
+    """GLM-OCR: rows of one head; where they are not dense, the reshape makes them so."""
+    return _normed(q, q.reshape(-1, HEAD_DIM)), _normed(k, k.reshape(-1, HEAD_DIM))
+
+
+def fp32_head_norm(q: Tensor, k: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, where the cast in front of the reshape makes the dense copy."""
+    return tuple(_normed(t, t.float().reshape(-1, HEAD_DIM)) for t in (q, k))  # type: ignore[return-value]
+
+
+def _normed(t: Tensor, rows: Tensor) -> Tensor:
+    return F.rms_norm(rows, (HEAD_DIM,)).to(t.dtype).view(t.shape)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a layer does to q and k between their copies and the op.
+
+    Args:
+        apply: does it.
+        removed: copies that go in front of a capable op.
+        strided: operands that such an op then reads from the packed buffer.
+        kept: why the other copies stay.
+    """
+
+    apply: Callable[..., tuple[Tensor, Tensor]]
+    removed: str
+    strided: str
+    kept: str = ""
+
+
+VARIANTS = {
+    "plain": Variant(nothing, "qkv", "qkv"),
+    "in_place_norm": Variant(in_place_norm, "v", "v", "mutated"),
+    "applier": Variant(applier, "v", "v", "opaque-consumer"),
+    "head_norm": Variant(head_norm, "v", "v", "view-needs-dense"),
+    "fp32_head_norm": Variant(fp32_head_norm, "qkv", "v"),
+}
+HEADS = {"mha": (16, 16, 16), "gqa": (16, 4, 4)}  # of q, k and v
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    variant: str
+    heads: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return "-".join((self.backend, self.variant, self.heads, self.dtype))
+
+    @property
+    def removed(self) -> str:
+        """Operands whose copies go."""
+        return VARIANTS[self.variant].removed if BACKENDS[self.backend].tag is not None else ""
+
+    @property
+    def strided(self) -> str:
+        return VARIANTS[self.variant].strided if self.removed else ""
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Why each copy went or stayed; ``?`` where more than one thing forbids it."""
+        backend, variant = BACKENDS[self.backend], VARIANTS[self.variant]
+        if self.removed:
+            return {name: "removed" if name in self.removed else variant.kept for name in "qkv"}
+        between = "?" if variant.kept else backend.kept
+        return {"q": between, "k": between, "v": backend.kept}
+
+    def layer(self, copied: str = "qkv") -> Layer:
+        return Layer(self, copied)
+
+    def inputs(self) -> Tensor:
+        return torch.randn(TOKENS, DIM, dtype=DTYPES[self.dtype])
+
+    def tag(self) -> None:
+        backend = BACKENDS[self.backend]
+        if backend.tag is not None:
+            qkvpass.register_stride_tag(backend.op, operands=("q", "k", "v"), **backend.tag)
+
+
+class Layer(nn.Module):
+    """Projection, split, copies of the operands named, what the variant does, attention."""
+
+    def __init__(self, case: Case, copied: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dtype = DTYPES[case.dtype]
+        self.case, self.copied = case, copied
+        self.widths = [heads * HEAD_DIM for heads in HEADS[case.heads]]
+        self.qkv = nn.Linear(DIM, sum(self.widths), dtype=dtype)
+        self.out = nn.Linear(self.widths[0], DIM, dtype=dtype)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.randn(TOKENS, 1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.widths, -1)
+        heads = [t.view(TOKENS, -1, HEAD_DIM) for t in parts]
+        q, k, v = (t.contiguous() if n in self.copied else t for n, t in zip("qkv", heads))
+        q, k = VARIANTS[self.case.variant].apply(q, k, self.cos, self.sin)
+        return self.out(BACKENDS[self.case.backend].call(q, k, v).flatten(1))
+
+
+CASES = [Case(b, v, h, d) for b in BACKENDS for v in VARIANTS for h in HEADS for d in DTYPES]
+
+
+def check_received(case: Case, ours: list[probe.Received], stock: list[probe.Received]) -> None:
+    """What the op received: views of the packed buffer where a copy went, else what it did."""
+    assert len(ours) == len(stock) == 1
+    widths = [heads * HEAD_DIM for heads in HEADS[case.heads]]
+    for position, name in enumerate("qkv"):
+        mine, theirs = ours[0][name], stock[0][name]
+        assert torch.equal(mine.values.view(torch.int16), theirs.values.view(torch.int16))
+        assert theirs.seen.dense and theirs.seen.offset == 0
+        if name in case.strided:
+            assert mine.seen.stride == (sum(widths), HEAD_DIM, 1)
+            assert mine.seen.offset == sum(widths[:position])
+            assert mine.room == TOKENS * sum(widths) * mine.values.element_size()
+        else:
+            assert mine.seen.dense and mine.room == theirs.room
+    if case.strided:
+        assert probe.storages(ours[0], case.strided) == 1
+        assert probe.storages(stock[0], "qkv") == 3
+
+
+def run_twice(run: Callable[[list[Any]], Any], inputs: list[Any]) -> list[tuple[Any, Any]]:
+    """(what came out, what the op received), each time with new data."""
+    probe.taken()
+    return [(run(standins.fresh(inputs, seed)), probe.taken()) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer(case: Case) -> None:
+    """The copies that nobody needs go, one by one; no bit changes, against stock or by hand."""
+    case.tag()
+    x = case.inputs()
+    outcome = standins.apply_pass(standins.trace(case.layer(), x))
+    assert {**outcome.verdicts, **_unknown(case)} == case.verdicts
+    assert {c.operand for c in outcome.report.removed} == set(case.removed)
+    twin = standins.trace(case.layer(copied="".join(set("qkv") - set(case.removed))), x)
+    graphs = (outcome.after, outcome.before, twin)
+    runs = [run_twice(lambda given, gm=gm: standins.run_graph(gm, given), gm.meta["inputs"]) for gm in graphs]
+    for (out, received), (expected, stock), (by_hand, _) in zip(*runs):
+        standins.assert_same(out, expected)
+        standins.assert_same(out, by_hand)
+        check_received(case, received, stock)
+
+
+def _unknown(case: Case) -> dict[str, str]:
+    return {name: "?" for name, reason in case.verdicts.items() if reason == "?"}
