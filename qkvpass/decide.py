@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from torch.fx import Node
 
-from . import policy, tags
+from . import policy, tags, triton_tags
 from .match import Candidate, Facts, find_candidates, standing
 from .reason import Reason
 from .safety import Overlay, Propagation, Refused
@@ -168,10 +169,16 @@ def _units(candidates: list[Candidate]) -> list[list[Candidate]]:
     return units
 
 
-def _together(candidate: Candidate) -> set[tuple[str, tuple[str, ...]]]:
-    """(op node, group) of the ``together`` groups that a copy's operands belong to."""
-    found = set()
+def _together(candidate: Candidate) -> set[tuple[str, Any]]:
+    """(op node, group) of what a copy's operands must share a layout within.
+
+    A group is one of a contract's, or a stride argument of a Triton kernel.
+    """
+    found: set[tuple[str, Any]] = set()
     for sink in candidate.sinks:
+        for told in triton_tags.tags_of(sink.node):
+            if told.operand == sink.name:
+                found |= {(sink.node.name, argument) for _, argument in told.strides}
         tag = tags.lookup(sink.node.target)
         for group in tag.contract.together if tag is not None else ():
             if sink.name in group:

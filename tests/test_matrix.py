@@ -11,10 +11,12 @@ the variants, heads and dtypes, also goes through all of Inductor: ``python test
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.library import custom_op
 
 import probe
@@ -34,7 +39,6 @@ from standins import as_dense, by_stride
 
 TOKENS, HEAD_DIM, DIM = 1023, 16, 32
 INT32 = 2**31 - 1
-ALL = frozenset("qkv")
 
 # ---------------------------------------------------------------------------------------------
 # Backends
@@ -137,7 +141,7 @@ BACKENDS = {
     "ascend_attn": Backend(
         "npu::npu_fused_infer_attention_score", by_stride, as_dense, kept="dense-only-op"
     ),
-    "aiter_attn": Backend("aiter::mha_varlen_fwd", by_stride, as_dense, kept="mutated", writes=("q","k","v")),
+    "aiter_attn": Backend("aiter::mha_varlen_fwd", by_stride, as_dense, writes=("q", "k", "v")),
     "xpu_attn": Backend("matrix::xpu_attn", from_storage_start, kept="untagged-op"),
 }
 for _backend in BACKENDS.values():
@@ -161,8 +165,9 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     """A model's own position embedding: it sees q and k as dense rows of pairs."""
     q, k = (as_dense(t).view(-1, t.shape[1] * HEAD_DIM // 2, 2) for t in (q, k))
     return tuple(  # type: ignore[return-value]
-        torch.stack((t[..., 0] * cos - t[..., 1] * sin, t[..., 1] * cos + t[..., 0] * sin), -1)
-        .view(TOKENS, -1, HEAD_DIM)
+        torch.stack(
+            (t[..., 0] * cos - t[..., 1] * sin, t[..., 1] * cos + t[..., 0] * sin), -1
+        ).view(TOKENS, -1, HEAD_DIM)
         for t in (q, k)
     )
 
@@ -254,17 +259,21 @@ class Case:
     def strided(self) -> str:
         return VARIANTS[self.variant].strided if self.removed else ""
 
-    @property
-    def verdicts(self) -> dict[str, str]:
-        """Why each copy went or stayed; ``?`` where more than one thing forbids it."""
+    def reason(self, operand: str) -> str:
+        """Why the copy of an operand went or stayed; nothing where several things forbid it."""
         backend, variant = BACKENDS[self.backend], VARIANTS[self.variant]
-        if self.removed:
-            return {name: "removed" if name in self.removed else variant.kept for name in "qkv"}
-        between = "?" if variant.kept else backend.kept
-        return {"q": between, "k": between, "v": backend.kept}
+        if operand in self.removed:
+            return "removed"
+        if operand == "v" or not variant.kept:
+            return backend.kept
+        return variant.kept if backend.tag is not None else ""
 
-    def layer(self, copied: str = "qkv") -> Layer:
-        return Layer(self, copied)
+    def layer(self) -> Layer:
+        return Layer(self, "qkv")
+
+    def twin(self) -> Layer:
+        """The layer as a hand would edit it: without the copies that go."""
+        return Layer(self, "".join(n for n in "qkv" if n not in self.removed))
 
     def inputs(self) -> Tensor:
         return torch.randn(TOKENS, DIM, dtype=DTYPES[self.dtype])
@@ -298,31 +307,57 @@ class Layer(nn.Module):
 
 
 CASES = [Case(b, v, h, d) for b in BACKENDS for v in VARIANTS for h in HEADS for d in DTYPES]
+COMPILED = [
+    Case(*text.split("-"))
+    for text in (
+        "fa3-plain-mha-fp16",
+        "fa3-fp32_head_norm-gqa-bf16",
+        "fa4-in_place_norm-gqa-bf16",
+        "triton_attn-applier-mha-bf16",
+        "amx_attn-head_norm-gqa-fp16",
+        "flashinfer_cudnn-plain-gqa-fp16",
+        "aiter_attn-in_place_norm-mha-bf16",
+        "xpu_attn-applier-mha-fp16",
+    )
+]
 
 
 def check_received(case: Case, ours: list[probe.Received], stock: list[probe.Received]) -> None:
     """What the op received: views of the packed buffer where a copy went, else what it did."""
-    assert len(ours) == len(stock) == 1
     widths = [heads * HEAD_DIM for heads in HEADS[case.heads]]
-    for position, name in enumerate("qkv"):
-        mine, theirs = ours[0][name], stock[0][name]
-        assert torch.equal(mine.values.view(torch.int16), theirs.values.view(torch.int16))
-        assert theirs.seen.dense and theirs.seen.offset == 0
+    assert len(ours) == len(stock) == 2
+    for (mine, theirs), name in itertools.product(zip(ours, stock), "qkv"):
+        assert same_bytes(mine[name].values, theirs[name].values)
+        assert theirs[name].seen.dense and theirs[name].seen.offset == 0
         if name in case.strided:
-            assert mine.seen.stride == (sum(widths), HEAD_DIM, 1)
-            assert mine.seen.offset == sum(widths[:position])
-            assert mine.room == TOKENS * sum(widths) * mine.values.element_size()
+            assert mine[name].seen.stride == (sum(widths), HEAD_DIM, 1)
+            assert mine[name].seen.offset == sum(widths[: "qkv".index(name)])
+            assert mine[name].room == TOKENS * sum(widths) * 2
         else:
-            assert mine.seen.dense and mine.room == theirs.room
+            assert mine[name].seen.dense and mine[name].room == theirs[name].room
     if case.strided:
-        assert probe.storages(ours[0], case.strided) == 1
-        assert probe.storages(stock[0], "qkv") == 3
+        assert all(probe.storages(call, case.strided) == 1 for call in ours)
+    assert all(probe.storages(call, "qkv") == 3 for call in stock)
 
 
-def run_twice(run: Callable[[list[Any]], Any], inputs: list[Any]) -> list[tuple[Any, Any]]:
-    """(what came out, what the op received), each time with new data."""
-    probe.taken()
-    return [(run(standins.fresh(inputs, seed)), probe.taken()) for seed in (1, 2)]
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def check_decisions(case: Case, outcome: standins.Outcome) -> None:
+    assert {c.operand for c in outcome.report.removed} == set(case.removed)
+    for decision in outcome.report.copies:
+        wanted = case.reason(decision.operand)
+        assert decision.reason in ("not-a-layout-copy", wanted or decision.reason)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_reads_strides_or_goes_wrong(name: str) -> None:
+    """What the rest of this file rests on."""
+    packed = torch.randn(TOKENS, 3 * 16, HEAD_DIM).half()
+    views = packed.chunk(3, 1)
+    op, dense = BACKENDS[name].call, [by_stride(t) for t in views]
+    assert torch.equal(op(*views), op(*dense)) == (BACKENDS[name].tag is not None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -331,16 +366,99 @@ def test_layer(case: Case) -> None:
     case.tag()
     x = case.inputs()
     outcome = standins.apply_pass(standins.trace(case.layer(), x))
-    assert {**outcome.verdicts, **_unknown(case)} == case.verdicts
-    assert {c.operand for c in outcome.report.removed} == set(case.removed)
-    twin = standins.trace(case.layer(copied="".join(set("qkv") - set(case.removed))), x)
-    graphs = (outcome.after, outcome.before, twin)
-    runs = [run_twice(lambda given, gm=gm: standins.run_graph(gm, given), gm.meta["inputs"]) for gm in graphs]
-    for (out, received), (expected, stock), (by_hand, _) in zip(*runs):
-        standins.assert_same(out, expected)
+    check_decisions(case, outcome)
+    out, received = run_twice(outcome.after)
+    expected, stock = run_twice(outcome.before)
+    standins.assert_same(out, expected)
+    check_received(case, received, stock)
+    if case.removed:
+        by_hand, _ = run_twice(standins.trace(case.twin(), x), outcome.before.meta["inputs"])
         standins.assert_same(out, by_hand)
-        check_received(case, received, stock)
 
 
-def _unknown(case: Case) -> dict[str, str]:
-    return {name: "?" for name, reason in case.verdicts.items() if reason == "?"}
+def run_twice(
+    gm: GraphModule, inputs: list[Any] | None = None
+) -> tuple[list[Any], list[probe.Received]]:
+    """(what came out, what the op received) of two runs with fresh data."""
+    probe.taken()
+    given = gm.meta["inputs"] if inputs is None else inputs
+    outs = [out for seed in (1, 2) for out in standins.run_graph(gm, standins.fresh(given, seed))]
+    return outs, probe.taken()
+
+
+# ---------------------------------------------------------------------------------------------
+# All of Inductor, in a process that sets ``deterministic`` before it compiles anything
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """Facts about each compiled case, by its name."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(qkvpass.__file__).parents[1]), *sys.path]),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    functorch_config.enable_autograd_cache = False
+    inductor_config.fx_graph_cache = False
+    inductor_config.deterministic = True
+    print(json.dumps({str(case): facts(case) for case in COMPILED}))
+
+
+def facts(case: Case) -> dict[str, Any]:
+    case.tag()
+    x = case.inputs()
+    ours, received = compile_and_run(case.layer(), x, qkvpass.backend)
+    stock, stock_received = compile_and_run(case.layer(), x, "inductor")
+    by_hand, _ = compile_and_run(case.twin(), x, "inductor")
+    (report,) = ours.reports
+    return {
+        "removed": sorted(c.operand for c in report.removed),
+        "as stock": failure(standins.assert_same, flat(ours), flat(stock)),
+        "as by hand": failure(standins.assert_same, flat(ours), flat(by_hand)),
+        "received": failure(check_received, case, received, stock_received),
+        "kernels": [ours.kernels, by_hand.kernels, stock.kernels],
+    }
+
+
+def compile_and_run(
+    layer: Layer, x: Tensor, backend: Any
+) -> tuple[standins.Run, list[probe.Received]]:
+    probe.taken()
+    return standins.run(layer, x, backend=backend), probe.taken()
+
+
+def flat(run: standins.Run) -> list[Any]:
+    return [out for outs in run.outputs for out in outs]
+
+
+def failure(check: Callable[..., None], *args: Any) -> str:
+    """What a check says, or nothing."""
+    try:
+        check(*args)
+    except AssertionError:
+        return traceback.format_exc()
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_layer(case: Case, compiled: dict[str, dict[str, Any]]) -> None:
+    """The same through code generation: the bits, what the op received, and fewer kernels."""
+    found = compiled[str(case)]
+    assert found["removed"] == sorted(case.removed)
+    for check in ("as stock", "as by hand", "received"):
+        assert not found[check], found[check]
+    ours, by_hand, stock = found["kernels"]
+    assert ours == by_hand
+    assert ours < stock if case.removed else ours == stock
+
+
+if __name__ == "__main__":
+    main()
