@@ -125,7 +125,7 @@ class Memory:
         # A fused op reads its inputs where the kernel runs that it is fused into.
         reads: dict[Node, int] = {}
         for node in reversed(facts.nodes):
-            fused = node.op == "call_function" and not self._is_buffer(facts.root[node])
+            fused = is_layout_free(node.target) and not self._is_buffer(node)
             later = [reads[user] for user in node.users]
             own = facts.order[node]
             reads[node] = max(later, default=own) if fused or facts.is_view(node) else own

@@ -5,7 +5,8 @@ what it was given when it ran: strides on a graph's metas are a claim, these are
 
 - ``aware`` reads real strides. ``aware_untagged_bwd`` does too, but its backward does not.
 - ``blind`` takes its operands for dense, so a copy that is wrongly gone gives a wrong number.
-- ``aligned`` raises where an offset or a stride is no multiple of ``modulo`` elements.
+- ``aligned`` raises where an offset or a stride is no multiple of ``modulo`` elements, or the last
+  stride is not 1.
 - ``offset_reader`` is wrong by the storage offsets of its operands.
 - ``first_call_only`` makes its operands dense on its first call, and is blind later.
 - ``like_q`` returns the layout of q, as its fake says; ``liar`` says so and returns dense.
@@ -169,10 +170,10 @@ def _attention(name: str, read: Callable[[Tensor], Tensor], **options: Any) -> A
 aware = _attention("aware", by_stride)
 aware_untagged_bwd = _attention("aware_untagged_bwd", by_stride)
 blind = _attention("blind", as_dense)
-flexible = _attention("flexible", by_stride, tags=torch.Tag.flexible_layout)
-fixed = _attention("fixed", by_stride, tags=torch.Tag.needs_fixed_stride_order)
-exact = _attention("exact", by_stride, tags=torch.Tag.needs_exact_strides)
-contiguous = _attention("contiguous", by_stride, tags=torch.Tag.needs_contiguous_strides)
+flexible = _attention("flexible", by_stride, tags=[torch.Tag.flexible_layout])
+fixed = _attention("fixed", by_stride, tags=[torch.Tag.needs_fixed_stride_order])
+exact = _attention("exact", by_stride, tags=[torch.Tag.needs_exact_strides])
+contiguous = _attention("contiguous", by_stride, tags=[torch.Tag.needs_contiguous_strides])
 
 _first_call_done: list[bool] = []
 
@@ -196,9 +197,11 @@ first_call_only.register_fake(_dense_fake)
 def aligned(q: Tensor, k: Tensor, v: Tensor, modulo: int) -> Tensor:
     note("aligned", q, k, v)
     for name, t in zip("qkv", (q, k, v)):
+        if t.stride(-1) != 1 and t.shape[-1] > 1:
+            raise RuntimeError(f"{name} has a last stride of {t.stride(-1)}")
         if bad := [n for n in (t.storage_offset(), *t.stride()[:-1]) if n % modulo]:
             raise RuntimeError(
-                f"{name} has an offset or stride of {bad[0]}, not a multiple of {modulo}"
+                f"{name} has an offset or stride of {bad[0]}, no multiple of {modulo}"
             )
     return attend(by_stride(q), by_stride(k), by_stride(v))
 

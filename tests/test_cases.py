@@ -352,7 +352,7 @@ def test_b10_unknown_alignment_is_kept() -> None:
 def test_b10_the_kernel_would_have_noticed() -> None:
     """B10: with a contract that asks for too little, the kernel raises: these tests can fail."""
     tag("aligned", contract=qkvpass.StrideContract(alignment=1))
-    with pytest.raises(RuntimeError, match="not a multiple of 4"):
+    with pytest.raises(RuntimeError, match="no multiple of 4"):
         decide(vector_loads(0), torch.randn(TOKENS, 3 * WIDTH + 1))
 
 
@@ -405,19 +405,26 @@ def head_major() -> list[Tensor]:
     return [torch.randn(1, 4, 5, HEAD_DIM) for _ in range(3)]
 
 
-@pytest.mark.parametrize("output", [None, "dense", "like:q"])
+@pytest.mark.parametrize("output", [None, "dense"])
 def test_b15_fake_that_says_like_q(output: str | None) -> None:
-    """B15: the real kernel returns dense; whatever the tag says, no stride assertion at run time.
-
-    Only "like:q" agrees with the fake, and that is a lie about the kernel: not tried below.
-    """
+    """B15: the real kernel returns dense, its fake says otherwise: kept, and nothing is raised."""
     tag("liar", contract=qkvpass.StrideContract(alignment=1, output=output))
-    outcome = apply_pass(trace(transposed(standins.liar), *head_major()))
-    if output != "like:q":
-        assert outcome.verdicts["q"] == "output-layout"
-        assert "liar" in outcome.detail("q")
-        _, ours = compile_pair(transposed(standins.liar), *head_major(), dynamic=True)
-        assert all(call.tensors[0].dense for call in ours.seen("liar"))
+    outcome = apply_pass(trace(transposed(standins.liar), *head_major(), dynamic=True))
+    assert outcome.verdicts["q"] == "output-layout"
+    assert "liar" in outcome.detail("q")
+    _, ours = compile_pair(transposed(standins.liar), *head_major(), dynamic=True)
+    assert all(call.tensors[0].dense for call in ours.seen("liar"))
+
+
+def test_b15_a_tag_that_lies_as_the_fake_does_is_noticed() -> None:
+    """B15: removed on the tag's word, it ends in the assertion that users met."""
+    tag("liar", contract=qkvpass.StrideContract(output="like:q"))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return transposed(standins.liar)(q, k, v).transpose(1, 2).contiguous()
+
+    with pytest.raises(AssertionError, match="stride"):
+        compile_pair(forward, *head_major())
 
 
 def test_b15_honest_fake_is_fine() -> None:
@@ -857,12 +864,12 @@ def test_b30_backward_that_nobody_vouches_for_keeps_the_copies() -> None:
 
 def test_b32_permuted_key_is_no_transpose() -> None:
     """B32: B = T = H = 4, so no shape tells (B, H, D, S) from (B, H, S, D); the dims do."""
-    tag("aware")
+    tag("aligned")
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         q, k, v = (t.view(4, 4, 4, 4) for t in (x @ weight).chunk(3, -1))
         q, v = q.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-        return standins.aware(q, k.permute(0, 2, 3, 1).contiguous(), v)
+        return standins.aligned(q, k.permute(0, 2, 3, 1).contiguous(), v, 1)
 
     outcome = decide(forward, torch.randn(4, 4, 12), torch.randn(12, 48))
     assert outcome.verdicts == {"q": "removed", "k": "last-dim-stride", "v": "removed"}
