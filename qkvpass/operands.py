@@ -191,25 +191,28 @@ def misaligned(what: str, unit: int, operands: Operands, order: str) -> Operands
     }
 
 
-def far(values: Tensor, order: str, what: str, limit: int) -> Tensor:
-    """Elements ``limit`` and more from the first, in memory that reaches as far the other way.
+def far(values: Tensor, order: str, what: str, limit: int, beyond: bool = True) -> Tensor:
+    """The last element ``limit`` from the first, in memory that reaches as far the other way.
 
-    An offset that wraps lands in the same storage, so that a kernel is wrong, not dead.
+    An int32 offset that wraps lands in the same storage, so that a kernel is wrong, not dead.
 
     Args:
         what: ``"tokens"`` or ``"batch"``: the dim that goes far.
         limit: elements.
+        beyond: end just beyond the limit, rather than just within.
 
     Raises:
         RuntimeError: if there is not enough memory.
     """
     t = token_major(values, order)
     unit = ALIGNED // t.element_size()
+    tokens, heads, dim = t.shape[-3:]
 
     def step(size: int) -> int:
-        return (limit // (size - 1) // unit + 1) * unit
+        if beyond:
+            return (limit // (size - 1) // unit + 1) * unit
+        return (limit - tokens * heads * dim) // (size - 1) // unit * unit
 
-    tokens, heads, dim = t.shape[-3:]
     strides = [heads * dim, dim, 1]
     if what == "tokens":
         strides[0] = step(tokens)
@@ -217,11 +220,9 @@ def far(values: Tensor, order: str, what: str, limit: int) -> Tensor:
         strides.insert(0, tokens * strides[0])
     if what == "batch":
         strides[0] = step(t.shape[0])
-    if what == "tokens" and t.dim() == 4 and t.shape[0] > 1:
-        raise ValueError("one sequence goes far, not several")
     below = limit + unit
     extent = sum((s - 1) * st for s, st in zip(t.shape, strides))
-    storage = torch.empty(below + extent + limit, dtype=t.dtype, device=t.device)
+    storage = torch.empty(below + extent + _TAIL, dtype=t.dtype, device=t.device)
     if t.is_cuda:
         storage.view(torch.uint8).fill_(0xFF)  # a CPU would have to find pages for it all
     return token_major(storage.as_strided(t.shape, strides, below).copy_(t), order)

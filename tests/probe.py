@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor
-
 from standins import Seen, by_stride
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def check_consumers(after: GraphModule, old: Trail, new: Trail) -> None:
 def check_contract(node: Node, tag: tags.StrideTag, before: Any, now: Any) -> None:
     moved = {name for name in now if now[name] != before[name]}
     assert moved <= set(tag.operands), f"{node}: {moved} are not tagged"
-    itemsize = node.meta["val"].element_size()
+    itemsize = pytree.tree_leaves(node.meta["val"])[0].element_size()
     layouts = {name: Layout(*now[name]) for name in moved}
     for name, layout in layouts.items():
         fault = tag.contract.violation(layout, itemsize)

@@ -1,0 +1,354 @@
+"""What the pass does to encoders on a GPU: bits, strides, kernels, memory, time.
+
+    python tests/gpu_encoders.py bits OUT.json     deterministic, in a fresh process
+    python tests/gpu_encoders.py times OUT.json    alternated rounds of stock, pass, hand edit
+
+Both write JSON and print it. ``--small`` shrinks the shapes, so that the script itself can
+be tried without a GPU (with ops of the CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import qkvpass
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+received: list[tuple[tuple[int, ...], ...]] = []  # strides and storage of q, k, v in the FA3 kernel
+
+
+def fa3():
+    """FlashAttention 3's op, with the strides recorded where its kernel is called."""
+    import fa3_fwd_interface as interface
+
+    real = interface.fa3_fwd_cuda
+
+    class Recorder:
+        def fwd(self, q, k, v, *rest):
+            storages = {t.untyped_storage().data_ptr() for t in (q, k, v)}
+            received.append((q.stride(), k.stride(), v.stride(), (len(storages),)))
+            return real.fwd(q, k, v, *rest)
+
+    if not isinstance(real, Recorder) and type(real).__name__ != "Recorder":
+        interface.fa3_fwd_cuda = Recorder()
+    op = torch.ops.fa3_fwd._flash_attn_forward
+
+    def attend(q, k, v, cu_seqlens, longest):
+        return op(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest, max_seqlen_k=longest, softmax_scale=q.shape[-1] ** -0.5,
+        )[0]  # fmt: skip
+
+    return attend
+
+
+def varlen_by_sdpa(q, k, v, cu_seqlens, longest):
+    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1)
+
+
+class PackedBlock(nn.Module):
+    """Pre-norm block over packed tokens (F1): split, three copies, varlen attention, MLP."""
+
+    def __init__(self, heads, dim, mlp, attend, copies=True):
+        super().__init__()
+        width = heads * dim
+        self.heads, self.dim, self.width = heads, dim, width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
+        self.attend, self.copies = attend, copies
+
+    def forward(self, x, cu_seqlens, longest):
+        parts = self.qkv(self.norm1(x)).split(self.width, dim=-1)
+        q, k, v = (t.view(-1, self.heads, self.dim) for t in parts)
+        if self.copies:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        x = x + self.out(self.attend(q, k, v, cu_seqlens, longest).reshape(-1, self.width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class BatchedBlock(nn.Module):
+    """Pre-norm block over (batch, tokens, width) with SDPA (F3): copies to head-major."""
+
+    def __init__(self, heads, dim, mlp, copies=True):
+        super().__init__()
+        width = heads * dim
+        self.heads, self.dim, self.width = heads, dim, width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
+        self.copies = copies
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        parts = self.qkv(self.norm1(x)).split(self.width, dim=-1)
+        q, k, v = (t.view(batch, tokens, self.heads, self.dim).transpose(1, 2) for t in parts)
+        if self.copies:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.out(out.reshape(batch, tokens, self.width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class WindowBlock(nn.Module):
+    """SAM's windows (F4): the copy hides in ``reshape(3, B * H, N, D)``."""
+
+    def __init__(self, heads, dim, mlp, copies=True):
+        super().__init__()
+        width = heads * dim
+        self.heads, self.dim, self.width = heads, dim, width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
+        self.copies = copies
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        packed = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, self.dim)
+        packed = packed.permute(2, 0, 3, 1, 4)
+        if self.copies:
+            parts = packed.reshape(3, batch * self.heads, tokens, self.dim).unbind(0)
+            q, k, v = (t.view(batch, self.heads, tokens, self.dim) for t in parts)
+        else:
+            q, k, v = packed.unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.out(out.reshape(batch, tokens, self.width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x, *rest):
+        for block in self.blocks:
+            x = block(x, *rest)
+        return x
+
+
+def stack(kind, layers, *shape, **options):
+    torch.manual_seed(0)
+    return Stack(kind(*shape, **options) for _ in range(layers)).to(DEVICE, torch.bfloat16).eval()
+
+
+def packed_inputs(tokens, width):
+    x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16)
+    return x, torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32), tokens
+
+
+def cases(small):
+    """name -> (module with copies, its hand-edited twin, inputs, SDPA backend or None)."""
+    attend = fa3() if ON_GPU else varlen_by_sdpa
+    shape, tokens, layers = ((16, 72, 4304), 10764, 27) if not small else ((2, 8, 32), 64, 2)
+    width = shape[0] * shape[1]
+
+    def packed(count, tokens=tokens):
+        def make(copies):
+            return stack(PackedBlock, count, *shape, attend=attend, copies=copies)
+
+        return make, lambda: packed_inputs(tokens, width), None
+
+    def batched(kind, count, batch, tokens, shape, backend):
+        def make(copies):
+            return stack(kind, count, *shape, copies=copies)
+
+        def inputs():
+            size = (batch, tokens, shape[0] * shape[1])
+            return (torch.randn(size, device=DEVICE, dtype=torch.bfloat16),)
+
+        return make, inputs, backend
+
+    so400m = ((16, 72, 4304), 32, 729, 4) if not small else ((2, 8, 32), 2, 16, 1)
+    sam = ((16, 80, 5120), 25, 196, 4) if not small else ((2, 8, 32), 2, 16, 1)
+    found = {"page-27-layers-fa3": packed(layers), "page-4-layers-fa3": packed(min(layers, 4))}
+    backends = [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ]
+    for backend in backends if ON_GPU else [None]:
+        name = backend.name.split("_")[0].lower() if backend else "cpu"
+        dims, batch, count, depth = so400m
+        found[f"so400m-b32-sdpa-{name}"] = batched(BatchedBlock, depth, batch, count, dims, backend)
+        dims, batch, count, depth = sam
+        found[f"sam-windows-{name}"] = batched(WindowBlock, depth, batch, count, dims, backend)
+    return found
+
+
+class Using:
+    """The SDPA backend of a case, where it names one."""
+
+    def __init__(self, backend):
+        self.context = sdpa_kernel(backend) if backend else None
+
+    def __enter__(self):
+        return self.context.__enter__() if self.context else None
+
+    def __exit__(self, *fault):
+        return self.context.__exit__(*fault) if self.context else None
+
+
+def compiled_variants(make):
+    torch._dynamo.reset()
+    with_copies = make(True)
+    return {
+        "stock": torch.compile(with_copies, dynamic=False),
+        "pass": torch.compile(with_copies, backend=qkvpass.backend, dynamic=False),
+        "hand": torch.compile(make(False), dynamic=False),
+    }
+
+
+def seen(run, inputs):
+    """Strides and number of storages that the kernel received, where it was recorded."""
+    received.clear()
+    output = run(*inputs)
+    return output, [list(map(list, entry)) for entry in dict.fromkeys(received)]
+
+
+def bits(small):
+    results = {}
+    for name, (make, inputs, backend) in cases(small).items():
+        results[name] = guarded(bits_of, make, inputs, backend)
+        print(name, json.dumps(results[name]), flush=True)
+    return results
+
+
+def bits_of(make, inputs, backend):
+    with torch.no_grad(), Using(backend), qkvpass.capture() as reports:
+        variants = compiled_variants(make)
+        same, strides = {"stock": [], "hand": []}, {}
+        for _ in range(2):
+            given = inputs()
+            outputs = {}
+            for variant, run in variants.items():
+                outputs[variant], strides[variant] = seen(run, given)
+            for other in same:
+                same[other].append(torch.equal(outputs["pass"], outputs[other]))
+        report = qkvpass.Report.merge(reports)
+    return {
+        "bit-identical to stock": same["stock"],
+        "bit-identical to the hand edit": same["hand"],
+        "removed": len(report.removed),
+        "kept": [str(copy.reason) for copy in report.kept],
+        "ops": sorted({op.op for op in report.attention_ops}),
+        "strides and storages that the kernel received": strides,
+    }
+
+
+def guarded(function, *args):
+    try:
+        return function(*args)
+    except Exception as fault:
+        traceback.print_exc()
+        return {"fault": f"{type(fault).__name__}: {fault}"[:2000]}
+
+
+def times(small):
+    results = {}
+    for name, (make, inputs, backend) in cases(small).items():
+        results[name] = guarded(times_of, make, inputs, backend, 2 if small else 9)
+        print(name, json.dumps(results[name]), flush=True)
+    return results
+
+
+def times_of(make, inputs, backend, rounds):
+    with torch.no_grad(), Using(backend):
+        variants = compiled_variants(make)
+        given = inputs()
+        for run in variants.values():
+            for _ in range(3):
+                run(*given)
+        spent = {variant: [] for variant in variants}
+        for i in range(rounds):
+            order = list(variants.items())
+            for variant, run in order if i % 2 else reversed(order):
+                spent[variant].append(milliseconds(run, given))
+        ratios = [s / p for s, p in zip(spent["stock"], spent["pass"])]
+        to_hand = [p / h for p, h in zip(spent["pass"], spent["hand"])]
+        return {
+            "median ms": {v: round(statistics.median(t), 4) for v, t in spent.items()},
+            "all ms": {v: [round(x, 4) for x in t] for v, t in spent.items()},
+            "stock / pass": round(statistics.median(ratios), 4),
+            "pass / hand": round(statistics.median(to_hand), 4),
+            "peak MiB above inputs": {v: peak(run, given) for v, run in variants.items()},
+            "kernels": {v: kernels(run, given) for v, run in variants.items()},
+        }
+
+
+def milliseconds(run, given, repeats=5):
+    if not ON_GPU:
+        start = time.perf_counter()
+        run(*given)
+        return (time.perf_counter() - start) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        run(*given)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def peak(run, given):
+    if not ON_GPU:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(*given)
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def kernels(run, given):
+    """Kernels of one call: how many in all, and how many are neither GEMM nor attention."""
+    if not ON_GPU:
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(*given)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    heavy = ("gemm", "cutlass", "nvjet", "flash", "fmha", "cudnn", "attention", "cublas")
+    light = [n for n in names if not any(h in n.lower() for h in heavy)]
+    copies = [n for n in light if "clone" in n or "copy" in n]
+    return {
+        "all": len(names),
+        "neither GEMM nor attention": len(light),
+        "named clone or copy": len(copies),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("bits", "times"))
+    parser.add_argument("out")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    if options.what == "bits":
+        torch._inductor.config.deterministic = True
+    results = {"bits": bits, "times": times}[options.what](options.small)
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    text = json.dumps({"device": device, "torch": torch.__version__, "results": results}, indent=1)
+    Path(options.out).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
