@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from . import operands as lay
-from .evidence import plain_name
 from .known_inputs import Build, KnownInputs, Spec, arguments
 from .layout import Layout
 from .operands import THD, Operands
@@ -237,9 +236,7 @@ def forward_of(subject: Subject, case: Case, given: Operands) -> dict[str, Any]:
     return {n: v for n, v in named.items() if v is not None} | dict(zip(names, outputs))
 
 
-def prepare(
-    subject: Subject, case: Case, seed: int
-) -> tuple[Spec, Spec] | None:
+def prepare(subject: Subject, case: Case, seed: int) -> tuple[Spec, Spec] | None:
     """The same call on dense operands and on placed ones; None where sizes do not allow it.
 
     Operands of a backward beside q, k and v have the values that the forward gives on dense
@@ -355,9 +352,7 @@ def _bytes(t: Tensor) -> Tensor:
     return flat.set_(t.untyped_storage())
 
 
-def difference(
-    a: Sequence[Any], b: Sequence[Any], loose: frozenset[int] = frozenset()
-) -> str:
+def difference(a: Sequence[Any], b: Sequence[Any], loose: frozenset[int] = frozenset()) -> str:
     """The first difference in bits between floating outputs; "" for none."""
     for i, (x, y) in enumerate(zip(a, b)):
         if i in loose or not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -381,5 +376,3 @@ def _differs(x: Tensor, y: Tensor) -> str:
 
 def bits(t: Tensor) -> Tensor:
     return t.detach().contiguous().view(BITS[t.element_size()])
-
-

@@ -50,7 +50,7 @@ def test_families_are_bit_identical_to_stock(family):
 def two_inputs(family):
     for seed in range(2):
         torch.manual_seed(seed)
-        yield families.inp(family).to("cuda", torch.bfloat16)
+        yield families.example_input(family).to("cuda", torch.bfloat16)
 
 
 def attention(call, heads, kv_heads, copies=True):
