@@ -25,7 +25,7 @@ except ImportError as missing:
 def varlen_attention_kernel(
     Q, K, V, Out, Seen, CuSeqlens,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head of one sequence; rows of HEAD_DIM lie side by side.
@@ -62,7 +62,7 @@ def varlen_attention_kernel(
         k_rows = (start + columns)[:, None]
         k = tl.load(K + k_rows * stride_kt + kv_head * stride_kh + dims[None, :], mask, 0.0)
         v = tl.load(V + k_rows * stride_vt + kv_head * stride_vh + dims[None, :], mask, 0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k)) * SCALE
         scores = tl.where(columns[None, :] < length, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp(scores - new_best[:, None])
@@ -95,7 +95,7 @@ def launch(q, k, v, cu_seqlens, max_seqlen, wrap=lambda kernel: kernel):
     wrap(varlen_attention_kernel)[grid](
         q, k, v, out, seen, cu_seqlens,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        out.stride(0), out.stride(1), q.shape[-1] ** -0.5,
+        out.stride(0), out.stride(1), SCALE=q.shape[-1] ** -0.5,
         HEADS=q.shape[1], KV_HEADS=k.shape[1], HEAD_DIM=q.shape[2],
         BLOCK_D=triton.next_power_of_2(q.shape[2]), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,6 @@ from .trial import (
     Subject,
     difference,
     first_line,
-    is_fault,
     prepare,
     run,
 )
@@ -224,7 +222,7 @@ class _Session:
                 self._repeat(Case(order, dtype, head_dim, "dense", lengths=_usual(order)))
             except Exception as error:
                 why = first_line(error)
-                if is_fault(error):
+                if self.subject.lost(error):
                     break
                 continue
             self.supported.append((order, dtype, head_dim))
@@ -258,17 +256,20 @@ class _Session:
         self.answers["no_hidden_copy"] = self._answer(questions.hidden_copy, self._long_cases())
         self.answers["fake_layout"] = self._answer(questions.fake_layout, few)
         self.answers["backward"] = self._answer(questions.backward, [*few, *self._sized_cases()])
-        self.answers["opcheck"] = self._answer(questions.opcheck, few[0])
+        self.answers["opcheck"] = self._answer(questions.opcheck, few)
         if "empty" not in self.skip:
             self.results += self._run(self._empty_cases())
         if "far" not in self.skip:
             self.offsets += self._run(self._offset_cases())
         self.results += self._run(self._misaligned_cases())
 
-    def _answer(self, question: Callable[[Subject, Any], Verdict], cases: Any) -> Verdict:
+    def _answer(
+        self, question: Callable[[Subject, Sequence[Case]], Verdict], cases: Iterable[Case]
+    ) -> Verdict:
         if self.subject.dead:
             return not_tried(f"the device died before: {self.subject.dead}")
-        return question(self.subject, cases)
+        called = {r.case for r in self.results if r.status in (Status.SAME, Status.DIFFERENT)}
+        return question(self.subject, [case for case in cases if case in called])
 
     def _run(self, cases: Iterable[Case]) -> list[Result]:
         found = (run(self.subject, case) for case in cases)
@@ -321,7 +322,7 @@ class _Session:
 
     def _misaligned_cases(self) -> Iterator[Case]:
         smallest = NATURAL if "misaligned" in self.skip else 1
-        for unit in (16, 8, 4, 2, 1):
+        for unit in (64, 32, 16, 8, 4, 2, 1):
             for order, dtype in self.pairs():
                 if unit < max(dtype.itemsize, smallest):
                     continue
@@ -342,11 +343,19 @@ class _Session:
             )  # fmt: skip
             if not _enough_memory(self.subject.device, 2 * limit * dtype.itemsize):
                 continue
-            for name in self.subject.operands:
+            for group in self._groups():
+                names = "+".join(group)
                 lengths = (_AWAY - 100, 100) if order == THD else (_AWAY,)
-                yield replace(case, layout=f"far tokens {name}", lengths=lengths)
+                yield replace(case, layout=f"far tokens {names}", lengths=lengths)
                 if order != THD:
-                    yield replace(case, layout=f"far batch {name}", lengths=(17, 17, 17))
+                    yield replace(case, layout=f"far batch {names}", lengths=(17, 17, 17))
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """The operands, those together that must share a layout."""
+        contract = _widest(self.subject, self.results)
+        together = contract.together if contract is not None else ()
+        alone = [n for n in self.subject.operands if all(n not in group for group in together)]
+        return [*((n,) for n in alone), *together]
 
     def verdicts(self) -> tuple[Verdicts, StrideContract | None]:
         """The answers, and the contract that they amount to."""
@@ -359,11 +368,13 @@ class _Session:
                 **self.answers,
             )
             return verdicts, None
-        contract = _narrowest(subject, results)
+        contract = _widest(subject, results, NATURAL if "misaligned" in self.skip else 1)
         alignment = _alignment(results, contract)
         if contract is not None:
-            wanted = max(contract.alignment, subject.known.alignment)
-            contract = replace(contract, alignment=wanted)
+            wanted = subject.known.alignment
+            if contract.alignment < wanted:
+                alignment = passed(f"{alignment.detail} here; {wanted} asked for")
+                contract = replace(contract, alignment=wanted)
         offset_range, max_offset = self._offset_range()
         how = "under torch.use_deterministic_algorithms" if subject.deterministic else ""
         verdicts = Verdicts(
@@ -550,11 +561,19 @@ def _within(results: Sequence[Result]) -> str:
     return f"bits cannot be judged; {wrong.case}: {wrong.detail}" if wrong else "all agreed"
 
 
-def _narrowest(subject: Subject, results: Sequence[Result]) -> StrideContract | None:
-    """The widest contract within which every call was right; None if there is none."""
+def _widest(
+    subject: Subject, results: Sequence[Result], smallest: int = 1
+) -> StrideContract | None:
+    """The widest contract within which every call was right; None if there is none.
+
+    Args:
+        smallest: alignment in bytes below which nothing was tried.
+    """
     pairs = ((), (subject.operands[1:3],))
-    for offset, together in itertools.product((True, False), pairs):
-        for alignment in ALIGNMENTS:
+    # More than natural alignment is the last thing to blame a rejection on.
+    natural = [a for a in ALIGNMENTS if smallest <= a <= NATURAL]
+    for alignments in (natural, [a for a in ALIGNMENTS if a > NATURAL]):
+        for offset, together, alignment in itertools.product((True, False), pairs, alignments):
             contract = StrideContract(
                 alignment=alignment, allow_storage_offset=offset, together=together
             )

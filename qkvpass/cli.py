@@ -1,4 +1,4 @@
-"""The command line: ``qkvpass explain``, ``qkvpass ops``, ``qkvpass demo``."""
+"""The command line: ``qkvpass explain``, ``ops``, ``certify`` and ``demo``."""
 
 import difflib
 import importlib
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 from .builtin_ops import BUILTIN_OPS
+from .certificate import Certificate
 from .layout import StrideContract
 from .report import Report
 from .tags import StrideTag, stride_tags
@@ -87,6 +88,32 @@ def make_app() -> Any:
             print_ops(rows)
 
     @app.command()
+    def certify(
+        name: Annotated[str, typer.Argument(help="Name of the op, such as mylib::attn.")],
+        module: Annotated[
+            str, typer.Option("--import", help="Module to import first, which registers the op.")
+        ] = "",
+        device: Annotated[str, typer.Option(help="cpu or cuda; CUDA where there is any.")] = "",
+        dtypes: Annotated[str, typer.Option(help="Such as bfloat16,float16; by default all.")] = "",
+        skip: Annotated[
+            str, typer.Option(help="What may kill the process: empty,far,misaligned.")
+        ] = "",
+        store: Annotated[bool, typer.Option(help="Keep it in the package if it passed.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    ) -> None:
+        """Test what layouts of q, k and v an op reads rightly, and print the certificate."""
+        from . import evidence
+
+        try:
+            found = certify_target(name, module, device, dtypes, skip)
+        except TargetError as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(found.to_json() if as_json else found)
+        if store and found.passed:
+            typer.echo(f"kept as {evidence.store(found)}", err=True)
+        raise typer.Exit(0 if found.passed else 1)
+
+    @app.command()
     def demo(
         layers: Annotated[int, typer.Option(min=1, help="Layers of the encoder.")] = 3,
     ) -> None:
@@ -156,18 +183,7 @@ def _factory_model(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[s
 
 
 def _factory(module: str, name: str) -> Callable[[], Any]:
-    # A console script does not have the working directory on its path; python -m does.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise TargetError(f"{module} needs {error.name}, which is not installed") from error
-        raise TargetError(
-            f"there is no module {error.name!r}; run from the directory that holds it, "
-            "or install it"
-        ) from error
+    found = _import(module)
     for part in name.split("."):
         if not hasattr(found, part):
             raise TargetError(f"{module} has no {name!r}; give the name of a function in it")
@@ -175,6 +191,21 @@ def _factory(module: str, name: str) -> Callable[[], Any]:
     if not callable(found):
         raise TargetError(f"{module}:{name} is {type(found).__name__}; give a function")
     return found
+
+
+def _import(module: str) -> Any:
+    # A console script does not have the working directory on its path; python -m does.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise TargetError(f"{module} needs {error.name}, which is not installed") from error
+        raise TargetError(
+            f"there is no module {error.name!r}; run from the directory that holds it, "
+            "or install it"
+        ) from error
 
 
 def _wrong_result(module: str, name: str, made: Any) -> NoReturn:
@@ -198,6 +229,36 @@ def print_diff(report: Report) -> None:
         console.print(Syntax(diff, "diff", background_color="default", word_wrap=True))
     else:
         print(diff)
+
+
+def certify_target(name: str, module: str, device: str, dtypes: str, skip: str) -> Certificate:
+    """The certificate of the op called ``name``.
+
+    Raises:
+        TargetError: if there is no such op, module or dtype, or no test can be made of it.
+    """
+    import torch
+
+    from .certify import CannotCertify, certify
+
+    if module:
+        _import(module)
+    unknown = [d for d in _listed(dtypes) if not isinstance(getattr(torch, d, 0), torch.dtype)]
+    if unknown:
+        raise TargetError(f"{unknown[0]!r} is no dtype; give names such as bfloat16,float16")
+    try:
+        return certify(
+            name,
+            device=device or None,
+            dtypes=[getattr(torch, d) for d in _listed(dtypes)] or None,
+            skip=_listed(skip),
+        )
+    except (CannotCertify, ValueError) as error:
+        raise TargetError(str(error)) from error
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def ops_rows() -> list[dict[str, Any]]:

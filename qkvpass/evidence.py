@@ -14,6 +14,7 @@ import importlib.resources
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -193,9 +194,13 @@ def library_of(op: torch._ops.OpOverload) -> str:
     module = _defining_module(op)
     if module is None:
         return ""
-    packages = importlib.metadata.packages_distributions()
-    distributions = packages.get(module.partition(".")[0])
+    distributions = _distributions().get(module.partition(".")[0])
     return distributions[0] if distributions else f"{SCRIPT}{module}"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()  # reads the files of every one
 
 
 def _defining_module(op: torch._ops.OpOverload) -> str | None:

@@ -246,7 +246,8 @@ def _mask(spec: Spec, kind: str) -> Any:
 def _starts_of(side: str) -> Callable[[Spec, str], Any]:
     def value(spec: Spec, kind: str) -> Any:
         if spec.order != THD:
-            return _SKIP
+            # A backward takes what its forward did; None stands for an undefined tensor.
+            return None if spec.made and kind == "Tensor" else _SKIP
         return spec.cu_seqlens_q if side == "q" else spec.cu_seqlens_k
 
     return value

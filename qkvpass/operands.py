@@ -35,7 +35,7 @@ def dense(t: Tensor) -> Tensor:
     """The values of ``t`` in a storage of their own, in the order that ``t`` has in memory."""
     if t.numel() == 0 or not Layout.of(t).gap_free:
         return t.clone(memory_format=torch.contiguous_format)
-    order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), d))
+    order = sorted(range(t.dim()), key=lambda d: (-t.stride()[d], d))
     back = [order.index(d) for d in range(t.dim())]
     return t.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from .certificate import Outcome, Verdict
 from .known_inputs import Spec
 from .layout import Layout
-from .trial import Case, Subject, algorithms, difference, first_line, is_fault, prepare
+from .trial import Case, Subject, algorithms, difference, first_line, prepare
 
 COPIES = ("aten::copy_", "aten::clone")
 COPY_KERNEL = re.compile(r"copy|clone|contiguous", re.IGNORECASE)
@@ -39,8 +39,7 @@ def not_tried(detail: str) -> Verdict:
 
 def not_answered(subject: Subject, error: Exception) -> Verdict:
     """What an error amounts to that says nothing about layouts."""
-    if is_fault(error):
-        subject.dead = first_line(error)
+    subject.lost(error)
     return not_tried(first_line(error))
 
 
@@ -64,7 +63,7 @@ def cost(subject: Subject, spec: Spec) -> Cost:
 def _cpu_cost(subject: Subject, args: Any, kwargs: Any) -> Cost:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         subject.outputs(args, kwargs)
-    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = found.profiler.kineto_results.events()
     nbytes = sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
     return Cost(nbytes, Counter(e.name() for e in events if e.name() in COPIES))
 
@@ -85,11 +84,12 @@ def _cuda_cost(subject: Subject, args: Any, kwargs: Any) -> Cost:
 def hidden_copy(subject: Subject, cases: Sequence[Case]) -> Verdict:
     """Whether strided inputs cost memory or a copy that dense ones do not."""
     kernels = 0
+    if not cases:
+        return not_tried("no case")
     for case in cases:
         try:
             pair = prepare(subject, case, seed=3)
-            if pair is None:
-                continue
+            assert pair is not None
             dense, strided = (cost(subject, spec) for spec in pair)
         except Exception as error:
             return not_answered(subject, error)
@@ -134,11 +134,12 @@ def fake_layout(subject: Subject, cases: Sequence[Case]) -> Verdict:
     prediction worse than it is on dense ones.
     """
     aside = ""
+    if not cases:
+        return not_tried("no case")
     for case in cases:
         try:
             pair = prepare(subject, case, seed=5)
-            if pair is None:
-                continue
+            assert pair is not None
             real = [subject.call(spec) for spec in pair]
         except Exception as error:
             return not_answered(subject, error)
@@ -190,8 +191,7 @@ def backward(subject: Subject, cases: Sequence[Case]) -> Verdict:
     for case in cases:
         try:
             pair = prepare(subject, case, seed=7)
-            if pair is None:
-                continue
+            assert pair is not None
             want = gradients(subject, pair[0], deterministic)
             if difference(want, gradients(subject, pair[0], deterministic)):
                 deterministic = True
@@ -206,8 +206,7 @@ def backward(subject: Subject, cases: Sequence[Case]) -> Verdict:
             if found := difference(want, gradients(subject, pair[1], deterministic)):
                 return failed(f"{case}: gradient {found}")
         except Exception as error:
-            if is_fault(error):
-                subject.dead = first_line(error)
+            subject.lost(error)
             return failed(f"{case}: raised on strided inputs alone: {first_line(error)}")
         tried += 1
     if not tried:
@@ -237,16 +236,17 @@ def gradients(subject: Subject, spec: Spec, deterministic: bool) -> list[Tensor]
     return list(found)
 
 
-def opcheck(subject: Subject, case: Case) -> Verdict:
+def opcheck(subject: Subject, cases: Sequence[Case]) -> Verdict:
     """``torch.library.opcheck`` on strided inputs: the schema's promises, and the fake kernel.
 
     The fakes of aten are left to :func:`fake_layout`: opcheck compares seeds, too.
     """
     tests = ["test_schema"] + ["test_faketensor"] * (subject.op.namespace != "aten")
+    if not cases:
+        return not_tried("no case")
     try:
-        pair = prepare(subject, case, seed=9)
-        if pair is None:
-            return not_tried("no case")
+        pair = prepare(subject, cases[0], seed=9)
+        assert pair is not None
         args, kwargs = subject.arguments(pair[1])
         with warnings.catch_warnings(), torch.no_grad(), algorithms(subject.deterministic):
             warnings.simplefilter("ignore")
@@ -258,7 +258,7 @@ def opcheck(subject: Subject, case: Case) -> Verdict:
     wrong = {name: r for name, r in found.items() if r != "SUCCESS"}
     for name, result in wrong.items():
         # The wrapper of opcheck says where to read about it; the cause says what is wrong.
-        error = result.__cause__ if isinstance(result, Exception) and result.__cause__ else result
-        text = first_line(error) if isinstance(error, Exception) else str(error)
+        cause = getattr(result, "__cause__", None) or result
+        text = first_line(cause) if isinstance(cause, Exception) else str(cause)
         return failed(f"{name}: {text}")
     return passed(", ".join(found))

@@ -139,6 +139,16 @@ class Subject:
         self.wait()
         return outputs
 
+    def lost(self, error: Exception) -> bool:
+        """Whether ``error`` took the device with it: CUDA then answers every call with it."""
+        if self.device.type != "cuda" or self.dead:
+            return bool(self.dead)
+        try:
+            torch.zeros(1, device=self.device).add(1).item()
+        except Exception:
+            self.dead = first_line(error)
+        return bool(self.dead)
+
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -149,24 +159,16 @@ def algorithms(deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms where there are any, without filling fresh memory."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     try:
         if deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-def is_fault(error: Exception) -> bool:
-    """Whether the device is lost: CUDA answers every later call with the same error."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) or (
-        "CUDA error" in str(error) and "CUBLAS" not in str(error)
-    )
+        memory.fill_uninitialized_memory = fill
 
 
 def first_line(error: Exception) -> str:
@@ -202,9 +204,11 @@ def place(case: Case, dense: Operands) -> Operands | None:
     if what == "only":
         return {n: lay.rows(t, case.order) if n == rest else t for n, t in dense.items()}
     if what == "far":
-        dim, name = rest.split(" ")
-        t = lay.far(dense[name], case.order, dim, case.limit, case.beyond)
-        return {**dense, name: t}
+        dim, names = rest.split(" ")
+        away = {
+            n: lay.far(dense[n], case.order, dim, case.limit, case.beyond) for n in names.split("+")
+        }
+        return dense | away
     if " aligned to " in case.layout:
         part, unit = case.layout.removesuffix(" bytes").split(" aligned to ")
         return lay.misaligned(part, int(unit), dense, case.order)
@@ -264,9 +268,8 @@ def _prepare_backward(
     if placed is None:
         return None
     made = forward_of(subject, case, dense)
-    out = next(v for v in made.values() if isinstance(v, Tensor) and _is_output(v, dense, made))
-    ours = forward_of(subject, case, placed)
-    layout = next(v for v in ours.values() if isinstance(v, Tensor) and _is_output(v, placed, ours))
+    out = next(v for v in made.values() if _is_output(v, dense))
+    layout = next(v for v in forward_of(subject, case, placed).values() if _is_output(v, placed))
     generator = torch.Generator(subject.device).manual_seed(seed + 1)
     grad = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
     for name in followers:
@@ -278,10 +281,14 @@ def _prepare_backward(
     return spec_of(subject, case, dense, made), spec_of(subject, case, placed, made)
 
 
-def _is_output(value: Tensor, given: Operands, made: dict[str, Any]) -> bool:
-    """Whether a value is what attention returned: as large as q, and not q itself."""
+def _is_output(value: Any, given: Operands) -> bool:
+    """Whether a value is what attention returned: as large as q, and no operand."""
     q = next(iter(given.values()))
-    return value.shape == q.shape and all(value is not t for t in given.values())
+    return (
+        isinstance(value, Tensor)
+        and value.shape == q.shape
+        and all(value is not t for t in given.values())
+    )
 
 
 def run(subject: Subject, case: Case) -> Result | None:
@@ -324,10 +331,7 @@ def run(subject: Subject, case: Case) -> Result | None:
 
 
 def _raised(subject: Subject, case: Case, status: Status, error: Exception) -> Result:
-    if is_fault(error):
-        subject.dead = f"{case}: {first_line(error)}"
-        status = Status.FAULT
-    return Result(case, status, first_line(error))
+    return Result(case, Status.FAULT if subject.lost(error) else status, first_line(error))
 
 
 def snapshot(spec: Spec) -> dict[str, Tensor]:

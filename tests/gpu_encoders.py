@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -223,33 +225,60 @@ def seen(run, inputs):
 
 
 def bits(small):
+    """Each variant in a process of its own: two compiles in one process need not agree.
+
+    Stock runs in two processes, to see whether it agrees with itself.
+    """
+    variants = {"stock": "stock", "stock again": "stock", "pass": "pass", "hand": "hand"}
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for label, variant in variants.items():
+            command = [sys.executable, __file__, f"run-{variant}", f"{folder}/{label}.pt"]
+            subprocess.run(command + ["--small"] * small, check=True)
+            found[label] = torch.load(f"{folder}/{label}.pt")
     results = {}
-    for name, (make, inputs, backend) in cases(small).items():
-        results[name] = guarded(bits_of, make, inputs, backend)
+    for name, ours in found["pass"].items():
+        results[name] = {
+            f"{other} gives the same bits": same_bits(ours, found[other][name])
+            for other in ("stock", "hand")
+        }
+        itself = same_bits(found["stock"][name], found["stock again"][name])
+        results[name]["stock agrees with itself"] = itself
+        results[name]["pass"] = {k: v for k, v in ours.items() if k != "outputs"}
+        results[name]["stock received"] = found["stock"][name].get("received")
         print(name, json.dumps(results[name]), flush=True)
     return results
 
 
-def bits_of(make, inputs, backend):
+def same_bits(one, other):
+    if "outputs" not in one or "outputs" not in other:
+        return None
+    return all(torch.equal(a, b) for a, b in zip(one["outputs"], other["outputs"]))
+
+
+def outputs(variant, small):
+    """Outputs of every case by one variant on two inputs, and what the kernel received."""
+    return {name: guarded(outputs_of, variant, *case) for name, case in cases(small).items()}
+
+
+def outputs_of(variant, make, inputs, backend):
+    torch._dynamo.reset()
+    model = make(variant != "hand")
+    use = qkvpass.backend if variant == "pass" else "inductor"
     with torch.no_grad(), Using(backend), qkvpass.capture() as reports:
-        variants = compiled_variants(make)
-        same, strides = {"stock": [], "hand": []}, {}
-        for _ in range(2):
-            given = inputs()
-            outputs = {}
-            for variant, run in variants.items():
-                outputs[variant], strides[variant] = seen(run, given)
-            for other in same:
-                same[other].append(torch.equal(outputs["pass"], outputs[other]))
+        run = torch.compile(model, backend=use, dynamic=False)
+        results, strides = [], []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            result, strides = seen(run, inputs())
+            results.append(result.cpu())
+    found = {"outputs": results, "received": strides}
+    if reports:
         report = qkvpass.Report.merge(reports)
-    return {
-        "bit-identical to stock": same["stock"],
-        "bit-identical to the hand edit": same["hand"],
-        "removed": len(report.removed),
-        "kept": [str(copy.reason) for copy in report.kept],
-        "ops": sorted({op.op for op in report.attention_ops}),
-        "strides and storages that the kernel received": strides,
-    }
+        found["ops"] = sorted({op.op for op in report.attention_ops})
+        found["removed"] = len(report.removed)
+        found["kept"] = [str(copy.reason) for copy in report.kept]
+    return found
 
 
 def guarded(function, *args):
@@ -338,13 +367,16 @@ def kernels(run, given):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("bits", "times"))
+    parser.add_argument("what", choices=("bits", "times", "run-stock", "run-pass", "run-hand"))
     parser.add_argument("out")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     # AOTAutograd's cache does not tell SDPA backends apart, and tuned configurations are kept.
     torch._inductor.config.force_disable_caches = True
-    torch._inductor.config.deterministic = options.what == "bits"
+    torch._inductor.config.deterministic = options.what != "times"
+    if options.what.startswith("run-"):
+        torch.save(outputs(options.what.removeprefix("run-"), options.small), options.out)
+        return
     results = {"bits": bits, "times": times}[options.what](options.small)
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     text = json.dumps({"device": device, "torch": torch.__version__, "results": results}, indent=1)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import HealthCheck, Phase, event, given, reject, settings
+from hypothesis import HealthCheck, Phase, event, given, reject, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
@@ -27,25 +27,26 @@ import programs
 import qkvpass
 import standins
 from programs import Module, Program, Setting
+from qkvpass import rewrite as rewriting
 from qkvpass import safety, tags
-from qkvpass.layout import Layout
+from qkvpass.layout import Layout, StrideContract
 
 aten = torch.ops.aten
 EXAMPLES = os.environ.get("QKVPASS_FUZZ_EXAMPLES")
 SEEDS = (1, 2)
 
 
-def fuzz(share: float, **options: Any) -> Callable[..., Any]:
-    """Hypothesis settings: ``share`` of the examples asked for, the same ones each time in CI."""
-    return settings(
-        max_examples=max(1, round(int(EXAMPLES or 300) * share)),
-        derandomize=EXAMPLES is None,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        **options,
-    )
+FAST = settings(
+    max_examples=int(EXAMPLES or 300),
+    derandomize=EXAMPLES is None,  # the same examples each time in CI
+    database=None,
+    deadline=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+# Two compiles of C++ a program.
+SLOW = settings(FAST, max_examples=max(1, FAST.max_examples // 20))
+VIOLATION = StrideContract.violation  # as it is, whatever a test does to it
 
 
 # ---------------------------------------------------------------------------------------------
@@ -115,11 +116,19 @@ def layouts_of(value: Any, number: Callable[[Any], int] = int) -> Any:
 
 
 def bits(value: Any) -> list[Any]:
-    """Values to compare by ``==``, with equal bits and nothing else."""
+    """Values that are equal if every bit is."""
     return [
-        x.detach().contiguous().view(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x
+        x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(x, Tensor)
+        else x
         for x in pytree.tree_leaves(value)
     ]
+
+
+def differences(a: Sequence[Any], b: Sequence[Any]) -> list[int]:
+    """Positions at which two lists differ."""
+    assert len(a) == len(b)
+    return [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
 
 
 @dataclass
@@ -184,11 +193,12 @@ def check(stock: GraphModule, after: GraphModule, calls: Sequence[list[Any]]) ->
 
 
 def check_values(old: Trail, new: Trail) -> None:
-    assert bits(new.outputs) == bits(old.outputs), "an output or an input differs"
+    differing = differences(bits(new.outputs), bits(old.outputs))
+    assert not differing, f"other values in outputs or inputs {differing}"
     assert layouts_of(new.outputs) == layouts_of(old.outputs), "an output has other strides"
     assert new.aliases == old.aliases, "outputs share other memory than before"
     for name in old.bits.keys() & new.bits.keys():
-        assert old.bits[name] == new.bits[name], f"{name} has another value"
+        assert not differences(old.bits[name], new.bits[name]), f"other values in {name}"
 
 
 def is_bound(node: Node) -> bool:
@@ -218,7 +228,7 @@ def check_contract(node: Node, tag: tags.StrideTag, before: Any, now: Any) -> No
     assert moved <= set(tag.operands), f"{node}: {moved} are not tagged"
     itemsize = pytree.tree_leaves(node.meta["val"])[0].element_size()
     for name in moved:
-        fault = tag.contract.violation(now[name], itemsize)
+        fault = VIOLATION(tag.contract, now[name], itemsize)
         assert fault is None, f"{node} operand {name}: {fault}"
     for group in tag.contract.together:
         if moved & set(group):
@@ -336,7 +346,7 @@ def check_program(program: Program, setups: Sequence[Setting]) -> int:
     return removed
 
 
-@fuzz(1)
+@FAST
 @given(programs.programs(), st.lists(programs.settings_of_the_pass, min_size=1, max_size=2))
 def test_random_programs(program: Program, setups: list[Setting]) -> None:
     check_program(program, setups)
@@ -385,12 +395,51 @@ def check_compiled(program: Program, setting: Setting) -> None:
         for now, before in zip(our_calls, stock_calls):
             assert bound_reads(now) == bound_reads(before)
     for now, before in zip(ours, stock):
-        assert bits(now) == bits(before)
+        assert not differences(bits(now), bits(before)), "other values"
         assert layouts_of(now) == layouts_of(before)
 
 
 @pytest.mark.slow
-@fuzz(1 / 20)
+@SLOW
 @given(programs.programs(), programs.settings_of_the_pass)
 def test_random_programs_through_inductor(program: Program, setting: Setting) -> None:
     check_compiled(program, setting)
+
+
+# ---------------------------------------------------------------------------------------------
+# The fuzzer can fail
+
+
+def no_rule(call: safety.Call) -> Any:
+    """:func:`safety.consume` without its refusals."""
+    if not call.changed or call.node.op == "output":
+        return call.node.meta.get("val")
+    try:
+        return safety.rerun(call)
+    except safety.Refused:
+        return call.node.meta.get("val")
+
+
+SABOTAGE = {
+    "rule": ([(safety, "consume"), (rewriting, "consume")], no_rule, "other values"),
+    "contract": ([(StrideContract, "violation")], lambda *_: None, "not a multiple|operand .*:"),
+    "group": ([(safety, "_check_together")], lambda *_: None, "k and v have strides|{'q'"),
+    "record": ([(rewriting, "_record_layouts")], lambda *_: None, "wrong metas.*recorded"),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_fuzzer_finds_a_broken_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a check taken out of the pass, the properties fail within 100 programs."""
+    places, broken, message = SABOTAGE[name]
+    for place in places:
+        monkeypatch.setattr(*place, broken)
+
+    @seed(0)
+    @settings(FAST, max_examples=100, phases=[Phase.generate])
+    @given(programs.programs(), programs.settings_of_the_pass)
+    def hunt(program: Program, setting: Setting) -> None:
+        check_program(program, [setting])
+
+    with pytest.raises(Exception, match=message):
+        hunt()

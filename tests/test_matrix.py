@@ -279,6 +279,8 @@ class Case:
     def reason(self, operand: str) -> str:
         """Why the copy of an operand went or stayed; nothing where several things forbid it."""
         backend, variant = BACKENDS[self.backend], VARIANTS[self.variant]
+        if not operand:
+            return ""
         if operand in self.removed:
             return "removed"
         if operand == "v" or not variant.kept:
@@ -368,6 +370,13 @@ def _short(decision: qkvpass.CopyDecision) -> str:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def check_decisions(case: Case, outcome: standins.Outcome) -> None:
+    assert {_short(c) for c in outcome.report.removed} == set(case.removed)
+    for copy in outcome.report.copies:
+        wanted = case.reason(_short(copy))
+        assert not wanted or copy.reason in ("not-a-layout-copy", wanted)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
