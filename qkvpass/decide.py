@@ -36,15 +36,18 @@ class Decisions:
         return [c.node for c in self.candidates if c.node in self.overlay.removed]
 
 
-def decide(facts: Facts, target: str, limit: int | None = None) -> Decisions:
+def decide(
+    facts: Facts, target: str, limit: int | None = None, certified_only: bool = False
+) -> Decisions:
     """Decide all candidates of a graph.
 
     Args:
         facts: of the graph.
         target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
         limit: stop after this many removals (to halve down to a culprit); None for all.
+        certified_only: trust no tag that has no certificate.
     """
-    chooser = _Chooser(facts, target)
+    chooser = _Chooser(facts, target, certified_only)
     candidates = find_candidates(facts)
     if limit is not None:
         candidates = candidates[:limit]
@@ -69,10 +72,10 @@ def first_sink(candidate: Candidate, facts: Facts) -> Node:
 
 
 class _Chooser:
-    def __init__(self, facts: Facts, target: str) -> None:
+    def __init__(self, facts: Facts, target: str, certified_only: bool) -> None:
         self.facts = facts
         self.target = target
-        self.propagation = Propagation(facts)
+        self.propagation = Propagation(facts, certified_only)
         self.memory = policy.Memory(facts, target)
         self.accepted = Overlay()
         self.kept: dict[Node, Verdict] = {}

@@ -40,17 +40,22 @@ class Options:
     Args:
         enabled: False leaves every graph alone.
         target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
+        evidence: ``"declared"`` trusts every tag; ``"certified"`` only one with a certificate
+            that counts for this op, library, architecture and dtype.
 
     Raises:
-        ValueError: for another target.
+        ValueError: for another target or evidence.
     """
 
     enabled: bool = True
     target: str = "inductor"
+    evidence: str = "declared"
 
     def __post_init__(self) -> None:
         if self.target not in ("inductor", "eager"):
             raise ValueError(f'target is {self.target!r}; give "inductor" or "eager"')
+        if self.evidence not in ("declared", "certified"):
+            raise ValueError(f'evidence is {self.evidence!r}; give "declared" or "certified"')
 
 
 @contextlib.contextmanager
@@ -167,7 +172,7 @@ def run(graph: Graph, options: Options) -> Report:
         sort_topologically(graph)
     facts = Facts(graph)
     wanted = text_wanted()
-    decisions = decide(facts, options.target, _limit())
+    decisions = decide(facts, options.target, _limit(), options.evidence == "certified")
     copies = decisions_of(facts, decisions)
     attention = attention_of(facts, decisions)
     seconds = time.perf_counter() - start

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import tags, triton_tags
+from .certificate import Certificate
 from .layout import Int, Layout, NotAView, StridedView, product, same
 from .tags import StrideTag
 from .views import is_view, recompose
@@ -310,7 +311,17 @@ def standing(node: Node) -> tuple[bool, str, str]:
     tag = tags.lookup(node.target)
     if tag is None:
         return False, "untagged", ""
+    first = next((tensor_of(o.value) for o in operands(node)), None)
+    if tag.status.capable and first is not None:
+        site = tags.site_of(node.target, first, has_mask=False, needs_grad=False)
+        if (certificate := tags.certificate_of(site)) is not None:
+            return True, str(tags.Status.CERTIFIED), _named(certificate)
     return tag.status.capable, str(tag.status), tag.evidence
+
+
+def _named(certificate: Certificate) -> str:
+    library = f"{certificate.library} {certificate.library_version}"
+    return f"{certificate.calls} calls on {certificate.device}, {library}, {certificate.date}"
 
 
 def _ends_layer(node: Node) -> bool:

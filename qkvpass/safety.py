@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from . import tags, triton_tags
 from .compat import NewGuard, detect_fake_mode, no_new_guards
-from .layout import Int, Layout, NotAView, StridedView, known, product, radix_view, same
+from .layout import Int, Layout, NotAView, StridedView, known, radix_view, same
 from .match import (
     Facts,
     bound_arguments,
@@ -129,6 +129,7 @@ class Call:
     behind: str = ""  # name of the attention op whose output layout moved, if one did
     in_backward: bool = False
     needs_grad: bool = False
+    certified_only: bool = False
 
 
 def consume(call: Call) -> Any:
@@ -257,8 +258,12 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
         what = ", ".join([n for n in names if n not in tag.operands] + [n.name for n in loose])
         reason = Reason.BACKWARD_NOT_CAPABLE if call.in_backward else Reason.OPAQUE_CONSUMER
         raise _refusal(call, reason, f"is not tagged for {what}")
-    if tag.when is not None and (why := tag.when(_site(call, tag, after))) is not None:
+    site = _site(call, tag, after)
+    if tag.when is not None and (why := tag.when(site)) is not None:
         raise _refusal(call, Reason.TAG_CONDITION, f"is not tagged here ({why})")
+    if call.certified_only and tags.certificate_of(site) is None:
+        why = f'is {tag.status}, and evidence="certified" asks for a certificate that counts here'
+        raise _refusal(call, Reason.TAG_CONDITION, why)
     for name in names:
         _check_contract(call, tag, name, after[name])
     for group in tag.contract.together:
@@ -344,29 +349,8 @@ def _first(value: Any) -> str:
 
 def _site(call: Call, tag: StrideTag, after: dict[str, Any]) -> Site:
     first = next(after[n] for n in tag.operands if isinstance(after.get(n), Tensor))
-    head_dim = first.shape[-1] if first.dim() else 1
     masks = [v for n, v in after.items() if ("mask" in n or "bias" in n) and isinstance(v, Tensor)]
-    return Site(
-        op=target_name(call.node),
-        device=first.device.type,
-        arch=_arch(first.device),
-        dtype=first.dtype,
-        head_dim=head_dim,
-        num_tokens=product(first.shape[:-1]),
-        has_mask=bool(masks),
-        needs_grad=call.needs_grad,
-    )
-
-
-def _arch(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    if torch.version.hip is not None:
-        return "hip"
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return tags.site_of(call.node.target, first, bool(masks), call.needs_grad)
 
 
 @dataclass
@@ -418,8 +402,9 @@ class Overlay:
 class Propagation:
     """Re-runs fake propagation from removed copies, in graph order, until layouts settle."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, certified_only: bool = False) -> None:
         self.facts = facts
+        self.certified_only = certified_only
 
     def remove(self, copies: Iterable[Node], below: Overlay) -> Overlay:
         """The overlay in which ``copies`` are gone, on top of ``below``.
@@ -616,6 +601,7 @@ class Propagation:
             changed=changed,
             in_backward=node in self.facts.backward,
             needs_grad=self.facts.has_backward,
+            certified_only=self.certified_only,
         )
 
 

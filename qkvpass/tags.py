@@ -22,8 +22,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from . import evidence
 from .builtin_ops import BUILTIN_OPS
-from .layout import Int, StrideContract
+from .certificate import Certificate
+from .layout import Int, StrideContract, known, product
 
 OpName: TypeAlias = "str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Any"
 
@@ -382,7 +384,30 @@ def qkv_arguments(target: Any) -> tuple[str, ...]:
     return tuple(found) if all(found) else ()
 
 
+def site_of(target: Any, operand: torch.Tensor, has_mask: bool, needs_grad: bool) -> Site:
+    """The call site of an op whose first operand is ``operand``."""
+    return Site(
+        op=qualified(target)[0],
+        device=operand.device.type,
+        arch=evidence.arch_of(operand.device),
+        dtype=operand.dtype,
+        head_dim=operand.shape[-1] if operand.dim() else 1,
+        num_tokens=product(operand.shape[:-1]),
+        has_mask=has_mask,
+        needs_grad=needs_grad,
+    )
+
+
+def certificate_of(site: Site) -> Certificate | None:
+    """The certificate that counts for a call: same op, library, arch, a dtype and size tried."""
+    certificate = evidence.certificate_for(site.op, site.arch)
+    if certificate is None or str(site.dtype).removeprefix("torch.") not in certificate.dtypes:
+        return None
+    largest = max(certificate.head_dims, default=0)
+    return certificate if known(site.head_dim <= largest) else None
+
+
 def registry_key() -> tuple[str, ...] | None:
     """Text of everything that tags can change in a graph, for cache keys; None if unknowable."""
-    keys = [tag.key() for tag in stride_tags()]
+    keys = [evidence.key(), *(tag.key() for tag in stride_tags())]
     return None if None in keys else tuple(str(key) for key in keys)

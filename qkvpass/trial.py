@@ -184,7 +184,7 @@ def values(subject: Subject, case: Case, seed: int) -> Operands:
         if case.order == THD:
             shape: tuple[int, ...] = (sum(lengths), heads, case.head_dim)
         else:
-            shape = (len(lengths), max(lengths, default=0), heads, case.head_dim)
+            shape = (len(lengths), max(lengths, default=7), heads, case.head_dim)
         t = torch.randn(shape, generator=generator, device=subject.device).to(case.dtype)
         return lay.token_major(t, case.order).contiguous()
 

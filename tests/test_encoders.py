@@ -254,7 +254,7 @@ def test_hiera_compiled() -> None:
 
 
 def test_sequence_first_multihead_attention() -> None:
-    """Here the bias is in the GEMM, so that the one copy of all three goes."""
+    """Here the bias is in the GEMM, so that the one copy goes, which stock makes in three parts."""
     attention = nn.MultiheadAttention(WIDTH, HEADS)
 
     def model(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_sequence_first_multihead_attention() -> None:
     x = torch.randn(16, 2, WIDTH)
     outcome = standins.decide(model, x)
     assert removed(outcome.report) == {"query, key, value": 1}
-    assert fewer_kernels(model, x) == 1
+    assert fewer_kernels(model, x) == 3
 
 
 # The encoder of PaddleOCR-VL's shape
