@@ -1,6 +1,8 @@
 """Removes the q/k/v copies that attention kernels never needed, from torch.compile graphs."""
 
 from .backend import backend, configured, explain, inductor_options
+from .certificate import Certificate
+from .certify import certify
 from .graph_pass import Options, StridedQKVPass, capture
 from .layout import StrideContract
 from .reason import Reason
@@ -18,6 +20,7 @@ from .triton_tags import TritonTag, register_triton_stride_tag, unregister_trito
 __version__ = "0.1.0"
 
 __all__ = [
+    "Certificate",
     "CopyDecision",
     "Options",
     "Reason",
@@ -29,6 +32,7 @@ __all__ = [
     "TritonTag",
     "backend",
     "capture",
+    "certify",
     "configured",
     "explain",
     "inductor_options",

@@ -156,9 +156,9 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
     BuiltinOp(
         "aten::_scaled_dot_product_efficient_attention_backward",
         (*QUERY_KEY_VALUE, "grad_out_", "out"),
-        "declared",
-        "takes strides of q, k, v, int64 (mem_eff_attention/kernel_backward.h); needs grad_out_ and"
-        " out in stride order (3, 1, 2, 0), which Inductor's sdpa_constraint sees to",
+        "unverified",
+        "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
+        " strided otherwise, and other fp32 bits; certify it on q, k and v alone",
         contract=ATEN,
         when=on_cuda,
         backward_of="aten::_scaled_dot_product_efficient_attention",
@@ -176,9 +176,9 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
     BuiltinOp(
         "aten::_scaled_dot_product_cudnn_attention_backward",
         (*QUERY_KEY_VALUE, "grad_out", "out"),
-        "declared",
-        "hands all strides to cuDNN, permutes grad_out to the layout of out, gradients are"
-        " empty_like (cudnn/MHA.cpp, cuda/attention_backward.cu)",
+        "unverified",
+        "certifying it on an H200 with torch 2.11 and cuDNN 9.19 ended the process; certify it"
+        " with a newer cuDNN",
         contract=ATEN,
         when=cudnn_attention,
         backward_of="aten::_scaled_dot_product_cudnn_attention",
@@ -253,9 +253,9 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
     BuiltinOp(
         "aten::_efficient_attention_backward",
         (*QUERY_KEY_VALUE, "grad_out_", "out"),
-        "declared",
-        "takes strides of q, k, v; gradients are dense where its fake follows q"
-        " (cuda/attention_backward.cu)",
+        "unverified",
+        "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
+        " strided otherwise, and gradients dense where its fake follows q; certify it again",
         when=on_cuda,
         backward_of="aten::_efficient_attention_forward",
     ),

@@ -105,21 +105,22 @@ def certify(
     if claim is not None:
         claim = min(claim, offset_limit - 1)
     session = _Session(subject, offset_limit, claim, frozenset(skip))
-    session.support(
-        [*itertools.product(orders or subject.known.orders, dtypes or DTYPES, head_dims)]
-    )
-    session.ask()
+    session.support(itertools.product(orders or subject.known.orders, dtypes or DTYPES, head_dims))
     library = library or library_of(subject.op)
+    # Asked now: a device that has died answers nothing.
+    version = library_version(library)
+    name, arch = _device_name(subject.device), arch_of(subject.device)
+    session.ask()
     verdicts, contract = session.verdicts()
     return Certificate(
         op=plain_name(subject.op),
         operands=subject.operands,
         schema_hash=schema_hash(subject.op),
         library=library,
-        library_version=library_version(library) or "",
+        library_version=version or "",
         torch_version=torch.__version__,
-        device=_device_name(subject.device),
-        arch=arch_of(subject.device) or subject.device.type,
+        device=name,
+        arch=arch or subject.device.type,
         dtypes=tuple(str(d).removeprefix("torch.") for d in session.dtypes),
         head_dims=tuple(sorted({d for _, _, d in session.supported})),
         orders=session.orders,

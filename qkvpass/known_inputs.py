@@ -139,6 +139,10 @@ KNOWN_INPUTS: Mapping[str, KnownInputs] = {
     "aten::_efficient_attention_backward": KnownInputs(
         (BSHD,), _EFFICIENT, forward="aten::_efficient_attention_forward", max_offset=INT32
     ),
+    "aten::_cudnn_attention_forward": KnownInputs((THD,), _LSE),
+    "aten::_cudnn_attention_backward": KnownInputs(
+        (THD,), forward="aten::_cudnn_attention_forward"
+    ),
     "torch_attn::_varlen_attn": KnownInputs((THD,)),
     "torch_attn::_varlen_attn_backward": KnownInputs(
         (THD,), forward="torch_attn::_varlen_attn", returns=("out", "lse", "rng_state")

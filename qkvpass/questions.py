@@ -61,7 +61,7 @@ def cost(subject: Subject, spec: Spec) -> Cost:
 
 
 def _cpu_cost(subject: Subject, args: Any, kwargs: Any) -> Cost:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         subject.outputs(args, kwargs)
     events = found.profiler.kineto_results.events()
     nbytes = sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
@@ -74,7 +74,8 @@ def _cuda_cost(subject: Subject, args: Any, kwargs: Any) -> Cost:
     outputs = subject.outputs(args, kwargs)
     nbytes = torch.cuda.max_memory_allocated(subject.device) - before
     del outputs
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as found:
         subject.outputs(args, kwargs)
     events = found.events() or []
     on_device = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
@@ -116,7 +117,7 @@ def fake_outputs(subject: Subject, spec: Spec) -> list[Any]:
         Exception: whatever it raises; so does an op without one.
     """
     args, kwargs = subject.arguments(spec)
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_fallback_kernels=False)  # which would run the real one
 
     def fake(x: Any) -> Any:
         return mode.from_tensor(x) if isinstance(x, Tensor) else x

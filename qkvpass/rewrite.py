@@ -133,8 +133,8 @@ def _edit(journal: Journal, facts: Facts, overlay: Overlay) -> None:
     for node in sorted(readers, key=facts.order.__getitem__):
         if "eager_input_vals" in node.meta:
             _record_layouts(journal, node)
-        if (constants := triton_tags.restated(node)) is not None:
-            journal.set_kwarg(node, "constant_args_idx", constants)
+        for name, value in triton_tags.restated(node).items():
+            journal.set_kwarg(node, name, value)
 
 
 def _is_pending(value: Any) -> bool:
@@ -271,7 +271,7 @@ def _recompute(node: Node, journal: Journal, facts: Facts) -> Any:
     if node.target is operator.getitem:
         return after[0][0][after[0][1]]
     if triton_tags.tags_of(node):
-        if triton_tags.restated(node) is not None:
+        if triton_tags.restated(node):
             raise RewriteFault(f"the constants of {node.name} are not the strides of its operands")
         return node.meta.get("val")
     old_args, old_kwargs = journal.arguments.get(node, (node.args, node.kwargs))

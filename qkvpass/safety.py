@@ -177,7 +177,11 @@ def _consume_launch(call: Call) -> Any:
     if not triton_tags.tags_of(call.node):
         raise _hop_refusal(call)
     values = triton_tags.pointers(call.node)
-    after = {source: call.after[1]["kwargs"][name] for name, source in values.items()}
+    after = {
+        source: call.after[1]["kwargs"][name]
+        for name, source in values.items()
+        if isinstance(source, Node)
+    }
     fault = triton_tags.misfit(call.node, call.changed, after.__getitem__)
     if fault is not None:
         raise _refusal(call, *fault)

@@ -7,7 +7,7 @@ which operand; a copy in front may then go, and the constants change with the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def written(node: Node) -> list[str]:
 
 
 def pointers(node: Node) -> dict[str, Any]:
-    """Arguments of a launch that are nodes of the graph, by name."""
+    """Arguments of a launch that are in the graph, by name: tensors, and sizes in line."""
     given: Any = node.kwargs["kwargs"]
     return dict(given)
 
@@ -123,7 +123,7 @@ def misfit(
     named = {tag.operand: tag for tag in tags}
     arguments = pointers(node)
     for name, source in arguments.items():
-        if source in changed and name not in named:
+        if isinstance(source, Node) and source in changed and name not in named:
             return Reason.OPAQUE_CONSUMER, f"is not tagged for {name}"
     for source in changed:
         if source not in arguments.values():
@@ -147,14 +147,13 @@ def misfit(
 
 
 def _unfollowed(node: Node, tag: TritonTag, old: Layout, new: Layout) -> tuple[Reason, str] | None:
-    constants = triton_constants(node)
     told = dict(tag.strides)
     for dim, (size, was, now) in enumerate(zip(new.size, old.stride, new.stride)):
         if known(was == now) or known(size == 1):
             continue
         if dim not in told:
             return Reason.OPAQUE_CONSUMER, f"no argument holds the stride of dim {dim}"
-        held = constants.get(told[dim])
+        held = _held(node, told[dim])
         if not isinstance(held, int) or not known(was == held):
             return (
                 Reason.OPAQUE_CONSUMER,
@@ -165,20 +164,35 @@ def _unfollowed(node: Node, tag: TritonTag, old: Layout, new: Layout) -> tuple[R
     return None
 
 
-def restated(node: Node) -> int | None:
-    """Index of constants that say the strides that the operands have by now; None if they do."""
-    if not tags_of(node):
-        return None
-    constants = triton_constants(node)
-    current = dict(constants)
+def restated(node: Node) -> dict[str, Any]:
+    """Keyword arguments of a launch that must change to say its operands' strides of now."""
+    wanted = {
+        argument: stride for argument, stride in _told(node) if _held(node, argument) != stride
+    }
+    constants, given = triton_constants(node) if wanted else {}, pointers(node) if wanted else {}
+    changes: dict[str, Any] = {}
+    if baked := {a: s for a, s in wanted.items() if a in constants}:
+        changes["constant_args_idx"] = add_triton_constants({**constants, **baked})
+    if literal := {a: s for a, s in wanted.items() if a in given}:
+        changes["kwargs"] = {**given, **literal}
+    return changes
+
+
+def _told(node: Node) -> Iterator[tuple[str, Int]]:
+    """(stride argument, the stride that it is to hold) of every tagged operand."""
     for tag in tags_of(node):
         source = pointers(node).get(tag.operand)
         if isinstance(source, Node):
-            stride = source.meta["val"].stride()
-            size = source.meta["val"].shape
-            told = [(d, a) for d, a in tag.strides if not known(size[d] == 1) and a in constants]
-            current.update({argument: stride[dim] for dim, argument in told})
-    return None if current == constants else add_triton_constants(current)
+            value = source.meta["val"]
+            for dim, argument in tag.strides:
+                if not known(value.shape[dim] == 1) and isinstance(_held(node, argument), int):
+                    yield argument, value.stride(dim)
+
+
+def _held(node: Node, argument: str) -> Any:
+    """What a launch has for an argument: baked in, or in line where an op was opened up."""
+    given = pointers(node)
+    return given[argument] if argument in given else triton_constants(node).get(argument)
 
 
 def key() -> str:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import standins
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.library import custom_op
 
-import qkvpass
-import standins
 from qkvpass import StrideContract
 
 FEATURES = 8  # of a token in front of the projection
@@ -167,7 +166,9 @@ def _multihead(m: Module, x: Tensor) -> list[Tensor]:
     width = m.heads * m.dim
     packed = x.unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
     parts = [
-        t.view(x.shape[0], x.shape[1] * m.heads, m.dim).transpose(0, 1).view(-1, m.heads, *t.shape[:1], m.dim)
+        t.view(x.shape[0], x.shape[1] * m.heads, m.dim)
+        .transpose(0, 1)
+        .view(-1, m.heads, *t.shape[:1], m.dim)
         for t in packed.unbind(0)
     ]
     parts = [t.permute(2, 0, 1, 3) for t in parts]
@@ -327,14 +328,16 @@ def _written_out(m: Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1) @ v
 
 
+def _standin(name: str) -> Attention:
+    return lambda m, q, k, v: getattr(standins, name)(q, k, v)
+
+
+_STANDINS = (
+    *("aware", "blind", "offset_reader", "like_q", "liar"),
+    *("flexible", "fixed", "exact", "contiguous"),
+)
 ATTENTIONS: dict[str, Attention] = {
-    **{
-        name: lambda m, q, k, v, op=getattr(standins, name): op(q, k, v)
-        for name in (
-            *("aware", "blind", "offset_reader", "like_q", "liar"),
-            *("flexible", "fixed", "exact", "contiguous"),
-        )
-    },
+    **{name: _standin(name) for name in _STANDINS},
     "aligned": lambda m, q, k, v: standins.aligned(q, k, v, 4),
     "one_layout": lambda m, q, k, v: one_layout(q, k, v, 0),
     "near": lambda m, q, k, v: near(q, k, v, m.limit),
@@ -484,11 +487,12 @@ class Module(nn.Module):
         for name in p.pairs:
             q, k = PAIRS[name](q, k)
         values += [q, k, v]
-        extra = [READERS[how](self, values[i % len(values)]) for i, how, early in p.readers if early]
+        early, late = ([r[:2] for r in p.readers if r[2] is before] for before in (True, False))
+        extra = [READERS[how](self, values[i % len(values)]) for i, how in early]
         out = self.attend(q, k, v)
         values.append(out)
         result = RESULTS[p.result](self, out)
-        extra += [READERS[how](self, values[-1 - i % len(values)]) for i, how, early in p.readers if not early]
+        extra += [READERS[how](self, values[-1 - i % len(values)]) for i, how in late]
         return [result, *(t for t in extra if t is not None)]
 
 
@@ -501,68 +505,7 @@ def _repeated(t: Tensor, q: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Drawing
-
-
-def _weighted(usual: Sequence[Any], others: Sequence[Any], odds: int = 3) -> st.SearchStrategy[Any]:
-    """Mostly the usual; shrinks to the first of it."""
-    return st.sampled_from([*usual, *[x for x in usual for _ in range(odds)], *others])
-
-
-def _choice(table: dict[str, Any], usual: int, odds: int = 3) -> st.SearchStrategy[str]:
-    """The first ``usual`` keys of a table oftener than the others."""
-    names = list(table)
-    return _weighted(names[:usual], names[usual:], odds)
-
-
-_STEPS = st.one_of(
-    st.just(("contiguous",)),
-    st.just(()),
-    st.tuples(_choice(COPIES, 2)),
-    st.lists(_choice(COPIES | OPS, 2), max_size=2).map(tuple),
-    st.tuples(st.sampled_from(list(OPS)), _choice(COPIES, 1)),
-    st.tuples(_choice(COPIES, 1), st.sampled_from(list(OPS))),
-)
-# As model code has it: the same for q, k and v.
-_ALIKE = st.one_of(
-    st.just(((), ("contiguous",))),
-    st.just((("contiguous",), ())),
-    st.tuples(st.just(()), st.tuples(_choice(COPIES, 3))),
-    st.tuples(st.tuples(_choice(COPIES, 3)), st.just(())),
-)
-_READERS = st.tuples(st.integers(0, 9), st.sampled_from(list(READERS)), st.booleans())
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """A random attention module. Some raise when they are run."""
-    batched = draw(st.booleans())
-    equal = draw(_weighted([True], [False], 2))
-    heads = draw(st.sampled_from([2, 1, 3, 4]))
-    split = draw(st.sampled_from(list(SPLITS)) if equal else st.sampled_from(sorted(UNEQUAL)))
-    alike = draw(st.booleans())
-    steps = (draw(_ALIKE),) * 3 if alike else draw(st.tuples(*[st.tuples(_STEPS, _STEPS)] * 3))
-    return Program(
-        source=draw(_choice(SOURCES, 3)),
-        producer=draw(_choice(PRODUCERS, 1, 6)),
-        split=split,
-        heads_by=draw(_choice(HEADS, 4, 2)),
-        steps=steps,
-        pairs=draw(st.one_of(st.just(()), st.tuples(st.sampled_from(list(PAIRS))))),
-        head_major=draw(st.booleans()),
-        attention=draw(_choice(ATTENTIONS, 1, 4)),
-        result=draw(_choice(RESULTS, 4, 2)),
-        readers=draw(st.one_of(st.just(()), st.lists(_READERS, max_size=2).map(tuple))),
-        batched=batched,
-        batch=draw(st.sampled_from([2, 1, 3])),
-        tokens=draw(_weighted([6, 1, 4, 5], [0], 1)),
-        heads=heads,
-        groups=heads if equal else draw(st.sampled_from([g for g in (1, 2) if heads % g == 0])),
-        dim=draw(st.sampled_from([8, 4, 6, 5, 1, 16])),
-        dtype=draw(_weighted([torch.float32], [torch.bfloat16, torch.float16], 2)),
-        dynamic=draw(_weighted([False], [True], 2)),
-    )
-
+# The pass
 
 _ANY_CONTRACT = [
     StrideContract(alignment=1),
@@ -614,19 +557,103 @@ class Setting:
         name = module.program.attention
         admitted = CONTRACTS.get(name, [None])
         if name == "near":
-            admitted = [StrideContract(alignment=1, max_offset=module.limit)]
+            admitted = [StrideContract(alignment=1, max_offset=max(1, module.limit))]
         contract = admitted[self.contract % len(admitted)]
         if contract is not None and self.operands:
             standins.tag(name, *self.operands, contract=contract)
 
 
-settings_of_the_pass = st.builds(
-    Setting,
-    operands=_weighted([("q", "k", "v")], [(), ("q", "k"), ("v",)], 6),
-    contract=st.integers(0, 7),
-    norm=st.booleans(),
-    target=st.sampled_from(["inductor", "eager"]),
-    post_grad=_weighted([False], [True], 2),
-)
+# ---------------------------------------------------------------------------------------------
+# Drawing
 
-__all__ = ["Module", "Program", "Setting", "programs", "qkvpass", "settings_of_the_pass"]
+
+class Choices:
+    """Choices made by the bytes of a string, byte 0 for the first option.
+
+    One string, not a strategy for each choice: Hypothesis would mutate the last example for most
+    of the new ones, and a few hundred examples would be a few dozen programs.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = iter(data)
+
+    def of(self, options: Sequence[Any]) -> Any:
+        return options[next(self.data, 0) % len(options)]
+
+    def often(self, usual: Sequence[Any], others: Sequence[Any], odds: int = 3) -> Any:
+        """One of the usual, ``odds`` times out of ``odds + 1``."""
+        return self.of([*usual, *others]) if self.of(range(odds + 1)) == odds else self.of(usual)
+
+    def name(self, table: dict[str, Any], usual: int, odds: int = 3) -> str:
+        """A key of a table, oftener one of the first ``usual``."""
+        return self.often(list(table)[:usual], list(table)[usual:], odds)
+
+    def some(self, most: int, one: Callable[[], Any]) -> tuple[Any, ...]:
+        return tuple(one() for _ in range(self.of(range(most + 1))))
+
+
+def _steps(choose: Choices) -> tuple[str, ...]:
+    copy = choose.name(COPIES, 2)
+    return choose.of(
+        [
+            (copy,),
+            (),
+            (copy,),
+            (),
+            choose.some(2, lambda: choose.of([*COPIES, *OPS])),
+            (choose.of(list(OPS)), copy),
+            (copy, choose.of(list(OPS))),
+        ]
+    )
+
+
+def _all_steps(choose: Choices) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """Half of the time what model code has: the same copy for q, k and v, and no more."""
+    copy = (choose.name(COPIES, 2),)
+    alike = choose.of([((), copy), (copy, ()), None, None])
+    return tuple(alike or (_steps(choose), _steps(choose)) for _ in "qkv")
+
+
+def _program(data: bytes) -> Program:
+    choose = Choices(data)
+    equal = choose.of([True, True, False])
+    heads = choose.of([2, 1, 3, 4])
+    return Program(
+        source=choose.name(SOURCES, 3),
+        producer=choose.name(PRODUCERS, 1),
+        split=choose.of(list(SPLITS) if equal else sorted(UNEQUAL)),
+        heads_by=choose.name(HEADS, 4),
+        steps=_all_steps(choose),
+        pairs=choose.often([()], [(name,) for name in PAIRS], 2),
+        head_major=choose.of([False, True]),
+        attention=choose.name(ATTENTIONS, 1, 1),
+        result=choose.name(RESULTS, 4, 1),
+        readers=choose.some(
+            2,
+            lambda: (choose.of(range(12)), choose.of(list(READERS)), choose.of([True, False])),
+        ),
+        batched=choose.of([True, False]),
+        batch=choose.of([2, 1, 3]),
+        tokens=choose.often([6, 4, 5, 1], [0], 6),
+        heads=heads,
+        groups=heads if equal else choose.of([g for g in (1, 2) if heads % g == 0]),
+        dim=choose.of([8, 4, 16, 6, 5, 1]),
+        dtype=choose.often([torch.float32], [torch.bfloat16, torch.float16], 2),
+        dynamic=choose.often([False], [True], 2),
+    )
+
+
+def _setting(data: bytes) -> Setting:
+    choose = Choices(data)
+    return Setting(
+        operands=choose.often([("q", "k", "v")], [(), ("q", "k"), ("v",)], 6),
+        contract=choose.of(range(8)),
+        norm=choose.of([True, False]),
+        target=choose.of(["inductor", "eager"]),
+        post_grad=choose.of([False, False, True]),
+    )
+
+
+# Some programs raise when they are run.
+programs = st.binary(min_size=100, max_size=100).map(_program)
+settings_of_the_pass = st.binary(min_size=10, max_size=10).map(_setting)

@@ -7,7 +7,7 @@ in every one of these cases.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import probe
 import pytest
@@ -104,15 +104,12 @@ def check_kernels(outcome: Outcome) -> None:
 CHECKS = (check_strides, check_storage, check_room, check_kernels)
 
 
-def failing(outcome: Outcome) -> list[str]:
-    """Names of the checks that do not hold."""
-    failed = []
-    for check in CHECKS:
-        try:
-            check(outcome)
-        except AssertionError:
-            failed.append(check.__name__)
-    return failed
+def fails(check: Callable[[Outcome], None], outcome: Outcome) -> bool:
+    try:
+        check(outcome)
+    except AssertionError:
+        return True
+    return False
 
 
 def test_unpatched() -> None:
@@ -125,31 +122,61 @@ def test_unpatched() -> None:
 
 
 def test_without_the_recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clones are gone from the graph; lowering makes them again, by what the eager trace saw."""
+    """Lowering makes the copies again, to honour the layouts of the eager trace."""
     monkeypatch.setattr(rewrite, "_record_layouts", lambda journal, node: None)
     outcome = compiled(Layer())
-    assert removed(outcome) == ["q", "k", "v"]
-    print(failing(outcome), outcome.ours.kernels, outcome.stock.kernels)
+    assert removed(outcome) == ["q", "k", "v"], "the report is none the wiser"
     with pytest.raises(AssertionError):
         check_strides(outcome)
-
-
-def relu_layer() -> Layer:
-    return Layer(F.relu)
+    assert [check for check in CHECKS if not fails(check, outcome)] == [check_room]
 
 
 def test_pointwise_producer_unpatched() -> None:
-    outcome = compiled(relu_layer())
-    assert removed(outcome) == []
-    print(failing(outcome), outcome.ours.kernels, outcome.stock.kernels)
+    outcome = compiled(Layer(F.relu))
+    (report,) = outcome.ours.reports
+    assert {str(copy.reason) for copy in report.copies} == {"producer-fused"}
+    for check in CHECKS:
+        check(outcome)
 
 
 def test_with_a_pointwise_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op gets the strides that were promised, and three buffers of the packed one's size."""
     monkeypatch.setattr(policy, "producer_verdict", lambda candidate, facts: None)
-    outcome = compiled(relu_layer())
-    print(removed(outcome), outcome.ours.reports[0])
-    print(failing(outcome), outcome.ours.kernels, outcome.stock.kernels)
     monkeypatch.setattr(policy, "is_rewritten_anyway", lambda candidate, facts: False)
-    outcome = compiled(relu_layer())
-    print(removed(outcome), failing(outcome), outcome.ours.kernels, outcome.stock.kernels)
-    print([{n:(o.seen,o.room) for n,o in c.items()} for c in outcome.received])
+    outcome = compiled(Layer(F.relu))
+    assert removed(outcome) == ["q", "k", "v"]
+    check_strides(outcome)
+    for check in (check_storage, check_room, check_kernels):
+        with pytest.raises(AssertionError):
+            check(outcome)
+    assert all(probe.room(call) > 2 * PACKED for call in outcome.received)
+
+
+def blind_layer(x: Tensor, weight: Tensor) -> Tensor:
+    parts = (x @ weight).split(WIDTH, -1)
+    return standins.blind(*(t.reshape(-1, HEADS, HEAD_DIM).contiguous() for t in parts))
+
+
+def test_rule_unpatched() -> None:
+    """An op that nobody vouches for keeps its copies, and its numbers."""
+    outcome = standins.decide(blind_layer, torch.randn(TOKENS, 8), torch.randn(8, 3 * WIDTH))
+    assert outcome.reasons == ["untagged-op"] * 3
+
+
+def test_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no consumer may refuse, an op that takes its operands for dense is wrong."""
+
+    def lax(call: safety.Call) -> Any:
+        bound = call.changed and call.node.op != "output"
+        return safety.rerun(call) if bound else call.node.meta.get("val")
+
+    monkeypatch.setattr(safety, "consume", lax)
+    monkeypatch.setattr(rewrite, "consume", lax)
+    gm = standins.trace(blind_layer, torch.randn(TOKENS, 8), torch.randn(8, 3 * WIDTH))
+    outcome = standins.apply_pass(gm)
+    assert [str(copy.reason) for copy in outcome.report.copies] == ["removed"] * 3
+    inputs = standins.fresh(gm.meta["inputs"], 1)
+    (right,), (wrong,) = (standins.run_graph(g, inputs) for g in (outcome.before, outcome.after))
+    assert not torch.allclose(right, wrong, atol=0.1)
+    with pytest.raises(AssertionError):
+        standins.verify(outcome)

@@ -235,7 +235,6 @@ def test_mlcd(batch: int) -> None:
         assert str(copy.reason) in ("broadcast-stride", "no-attention-consumer")
 
 
-@pytest.mark.slow
 def test_mlcd_compiled() -> None:
     """Rope writes q and k, with a copy or without: v's kernel goes and the one behind."""
     assert fewer_kernels(mlcd(layers=1), images(batch=1)) == 2
@@ -248,7 +247,6 @@ def test_hiera() -> None:
     assert {str(copy.reason) for copy in outcome.report.kept} == {"no-attention-consumer"}
 
 
-@pytest.mark.slow
 def test_hiera_compiled() -> None:
     assert fewer_kernels(hiera((1,), windowed=(False,)), images(64, batch=1)) == 4
 
@@ -294,7 +292,6 @@ def test_paddleocr_with_rope(paddleocr: Any) -> None:
     assert removed(outcome.report) == {"v": 2} and not outcome.report.kept
 
 
-@pytest.mark.slow
 def test_paddleocr_compiled(paddleocr: Any) -> None:
     """The op receives q, k and v as views of one buffer, in every layer and call."""
     layers, calls = 2, 2

@@ -46,8 +46,11 @@ def tagged():
         qkvpass.unregister_triton_stride_tag(kernel, operand=name)
 
 
-def launch_graph(written=("Out",), constants=None, again=()):
-    """mm → slices → three clones → launch; ``again`` operands are also returned."""
+def launch_graph(written=("Out",), constants=None, again=(), in_line=False):
+    """mm → slices → three clones → launch; ``again`` operands are also returned.
+
+    ``in_line``: the strides are arguments of the node, as where a ``triton_op`` was opened up.
+    """
     graph, mode = Graph(), FakeTensorMode()
 
     def call(op, *args, **kwargs):
@@ -74,10 +77,10 @@ def launch_graph(written=("Out",), constants=None, again=()):
     )
     arguments = {
         "kernel_idx": wrap.kernel_side_table.add_kernel(kernel),
-        "constant_args_idx": wrap.kernel_side_table.add_constant_args(constants),
+        "constant_args_idx": wrap.kernel_side_table.add_constant_args({} if in_line else constants),
         "grid": [(1, 1, 1)],
         "tma_descriptor_metadata": {},
-        "kwargs": {**clones, "Out": out},
+        "kwargs": {**clones, "Out": out, **(constants if in_line else {})},
         "tensors_to_clone": list(written),
     }
     node = graph.call_function(wrap.triton_kernel_wrapper_functional, (), arguments)
@@ -104,6 +107,7 @@ class Launched(Interpreter):
         if target is not wrap.triton_kernel_wrapper_functional:
             return super().call_function(target, args, kwargs)
         constants = wrap.kernel_side_table.get_constant_args(kwargs["constant_args_idx"])
+        constants = {**constants, **kwargs["kwargs"]}
         read = {}
         for name, arguments in STRIDES.items():
             tensor = kwargs["kwargs"][name]
@@ -123,15 +127,16 @@ def outcome(graph):
     return report, after.strides, torch.equal(got, expected)
 
 
-def test_all_three_copies_go_and_the_constants_follow(tagged):
-    report, strides, same = outcome(launch_graph())
+@pytest.mark.parametrize("in_line", [False, True])
+def test_all_three_copies_go_and_the_constants_follow(tagged, in_line):
+    report, strides, same = outcome(launch_graph(in_line=in_line))
     assert [str(c.reason) for c in report.copies] == ["removed"] * 3
     assert [c.operand for c in report.copies] == ["Q", "K", "V"]
     assert set(strides.values()) == {(3 * WIDTH, D, 1)} and same
 
 
 def test_with_the_rewriting_of_constants_switched_off_the_numbers_are_wrong(tagged, monkeypatch):
-    monkeypatch.setattr(triton_tags, "restated", lambda node: None)
+    monkeypatch.setattr(triton_tags, "restated", lambda node: {})
     report, _, same = outcome(launch_graph())
     assert len(report.removed) == 3 and not same
 
