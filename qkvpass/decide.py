@@ -25,11 +25,13 @@ class Decisions:
         candidates: copies that reach an attention operand, in graph order.
         overlay: what the graph looks like with the accepted ones gone.
         kept: why the others stay, by node.
+        target: who runs the graph.
     """
 
     candidates: list[Candidate]
     overlay: Overlay
     kept: dict[Node, Verdict] = field(default_factory=dict)
+    target: str = "inductor"
 
     @property
     def removed(self) -> list[Node]:
@@ -56,7 +58,7 @@ def decide(
     final = chooser.propagation.remove(
         chooser.accepted.removed - chooser.accepted.cascaded, Overlay()
     )
-    return Decisions(candidates, final, chooser.kept)
+    return Decisions(candidates, final, chooser.kept, target)
 
 
 def _by_site(candidates: Sequence[Candidate], facts: Facts) -> list[list[Candidate]]:

@@ -296,11 +296,29 @@ def is_attention(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if is_hop(node):
-        return target_name(node) in HOP_ATTENTION or bool(triton_tags.tags_of(node))
-    if tags.qkv_arguments(node.target):
+        return (
+            target_name(node) in HOP_ATTENTION
+            or bool(triton_tags.tags_of(node))
+            or (is_functionalized(node) and _is_attention_op(inner_op(node)))
+        )
+    return _is_attention_op(node.target)
+
+
+def _is_attention_op(target: Any) -> bool:
+    if tags.qkv_arguments(target):
         return True
-    tag = tags.lookup(node.target)
+    tag = tags.lookup(target)
     return tag is not None and tag.by != "PyTorch tag"
+
+
+def is_functionalized(node: Node) -> bool:
+    """A writing op as functionalization leaves it."""
+    return is_hop(node) and target_name(node).startswith("auto_functionalized")
+
+
+def attention_name(node: Node) -> str:
+    """Name of the attention op, also where it is wrapped because it writes."""
+    return inner_op(node)._schema.name if is_functionalized(node) else target_name(node)
 
 
 def standing(node: Node) -> tuple[bool, str, str]:
@@ -308,9 +326,11 @@ def standing(node: Node) -> tuple[bool, str, str]:
     if tagged := triton_tags.tags_of(node):
         told = "; ".join(f"{tag.operand} by {dict(tag.strides)}" for tag in tagged)
         return True, str(tags.Status.DECLARED), f"stride arguments told by the user: {told}"
-    tag = tags.lookup(node.target)
+    tag = tags.lookup(inner_op(node) if is_functionalized(node) else node.target)
     if tag is None:
         return False, "untagged", ""
+    if is_functionalized(node):
+        return False, str(tag.status), tag.evidence
     first = next((tensor_of(o.value) for o in operands(node)), None)
     if tag.status.capable and first is not None:
         site = tags.site_of(node.target, first, has_mask=False, needs_grad=False)
@@ -345,9 +365,19 @@ def _operands_of_hop(node: Node) -> list[Operand]:
     if tagged := triton_tags.tags_of(node):
         given = triton_tags.pointers(node)
         named = [(tag.operand, given.get(tag.operand)) for tag in tagged]
+    elif is_functionalized(node):
+        named = [(name, _wrapped_argument(node, name)) for name in operand_names(inner_op(node))]
     else:
         named = list(zip("qkv", node.args))
     return [Operand(node, name, value) for name, value in named if isinstance(value, Node)]
+
+
+def _wrapped_argument(node: Node, name: str) -> Any:
+    """An argument of a wrapped op: given as it is, or, where it is written, by its base."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    bases, index = _nodes_in(node.kwargs.get("_all_bases")), node.kwargs.get(f"_{name}_base_index")
+    return bases[index] if isinstance(index, int) and index < len(bases) else None
 
 
 def operand_names(target: Any) -> tuple[str, ...]:

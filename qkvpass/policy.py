@@ -83,11 +83,21 @@ def is_folded(copy: Node) -> bool:
     users = list(copy.users)
     while users:
         user = users.pop()
-        if is_view(user):
+        if is_view(user) or user.target is torch.ops.aten.clone.default:
             users.extend(user.users)
         elif not is_layout_free(user.target) or is_attention(user):
             return False
     return True
+
+
+def fused_copy(candidate: Candidate, facts: Facts) -> str:
+    """Why Inductor has no kernel for this copy alone, so that its removal saves none; or ""."""
+    if is_folded(candidate.node):
+        return f"every consumer of {candidate.node.name} is pointwise: Inductor folds it into them"
+    if is_rewritten_anyway(candidate, facts):
+        root = facts.root[candidate.source]
+        return f"{root.name} ({target_name(root)}) is pointwise: one kernel writes it in any layout"
+    return ""
 
 
 def is_empty(copy: Node) -> bool:

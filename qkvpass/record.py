@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -12,11 +13,15 @@ from torch.fx import Graph, Node
 from . import policy
 from .decide import Decisions, first_sink
 from .layout import Layout
-from .match import MOVES, Candidate, Facts, nbytes, operands, standing, target_name
+from .match import MOVES, Candidate, Facts, attention_name, nbytes, operands, standing, target_name
 from .reason import Reason
 from .report import AttentionOp, CopyDecision
 from .views import is_view
 
+# Folders of code that is not the user's.
+_NOT_THE_USERS = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__)
+)
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+)')
 
 
@@ -47,13 +52,17 @@ def decisions_of(facts: Facts, decisions: Decisions) -> tuple[CopyDecision, ...]
 
 def attention_of(facts: Facts, decisions: Decisions) -> tuple[AttentionOp, ...]:
     """Every attention op that was seen, and why it had no copy where it had none."""
-    seen = []
-    for node in facts.attention:
-        copies = sum(any(s.node is node for s in c.sinks) for c in decisions.candidates)
-        _, status, _ = standing(node)
-        note = "" if copies else _why_no_copy(node)
-        seen.append(AttentionOp(node.name, target_name(node), status, copies, note))
-    return tuple(seen)
+    copies = Counter(node for c in decisions.candidates for node in {s.node for s in c.sinks})
+    return tuple(
+        AttentionOp(
+            node=node.name,
+            op=attention_name(node),
+            status=standing(node)[1],
+            copies=copies[node],
+            note="" if copies[node] else _why_no_copy(node),
+        )
+        for node in facts.attention
+    )
 
 
 def _why_no_copy(node: Node) -> str:
@@ -66,7 +75,7 @@ def _why_no_copy(node: Node) -> str:
 def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> CopyDecision:
     node = candidate.node
     site = first_sink(candidate, facts)
-    _, status, evidence = standing(site)
+    capable, status, evidence = standing(site)
     if node in decisions.overlay.cascaded:
         reason, detail = (
             Reason.REMOVED_CASCADE,
@@ -78,22 +87,20 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
         reason, detail = decisions.kept.get(
             node, (Reason.NO_GAIN, "not tried: the limit on removals was reached")
         )
-    folded = reason.removed and policy.is_folded(node)
-    if folded:
-        detail = (
-            f"every consumer of {node.name} is pointwise: Inductor folds the copy into them anyway"
-        )
+    inlined = reason.removed and decisions.target == "inductor"
+    fused = policy.fused_copy(candidate, facts) if inlined else ""
+    detail = fused or detail
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
-        op=target_name(site),
+        op=attention_name(site),
         operand=", ".join(dict.fromkeys(s.name for s in candidate.sinks if s.node is site)),
         reason=reason,
         detail=detail,
         nbytes=_traffic(node),
         source=source_line(node),
-        evidence=f"{status}: {evidence}" if reason.removed else "",
-        folded=folded,
+        evidence=f"{status}: {evidence}" if reason.removed and capable else "",
+        folded=bool(fused),
     )
 
 
@@ -107,12 +114,13 @@ def _cascaded(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
-        op=target_name(behind) if behind is not None else "",
+        op=attention_name(behind) if behind is not None else "",
         operand="",
         reason=Reason.REMOVED_CASCADE,
         detail=f"its input already has the layout that it was to make{why}",
         nbytes=_traffic(node),
         source=source_line(node),
+        folded=decisions.target == "inductor" and policy.is_folded(node),
     )
 
 
@@ -128,7 +136,7 @@ def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
-        op=target_name(behind) if behind is not None else "",
+        op=attention_name(behind) if behind is not None else "",
         operand="",
         reason=reason,
         detail=detail,
@@ -173,7 +181,7 @@ def _moved_operands(facts: Facts) -> list[tuple[Node, CopyDecision]]:
             entry = CopyDecision(
                 node=root.name,
                 kind=_kind(root),
-                op=target_name(attention),
+                op=attention_name(attention),
                 operand=operand.name,
                 reason=Reason.NOT_A_LAYOUT_COPY,
                 detail=f"{root.name} ({target_name(root)}) makes new values, "
@@ -196,9 +204,8 @@ def _traffic(node: Node) -> int | str:
 
 def source_line(node: Node) -> str:
     """``"file.py:42"`` of the innermost frame outside torch; ``""`` if none was recorded."""
-    torch_folder = os.path.dirname(torch.__file__)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [f for f in frames if not f[0].startswith(torch_folder)]
+    outside = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
     if not (frames := outside or frames):
         return ""
     path, line = frames[-1]

@@ -97,7 +97,6 @@ class Backend:
         tag: options of the stride tag that it gets; None for ops that get none.
         kept: why copies in front of it stay, where it is not capable.
         schema: of the op, as far as the pass looks at it.
-        hidden: whether the graph holds it inside of another op, so that nothing says attention.
     """
 
     op: str
@@ -106,7 +105,6 @@ class Backend:
     tag: dict[str, Any] | None = None
     kept: str = ""
     schema: str = "(Tensor q, Tensor k, Tensor v) -> Tensor"
-    hidden: bool = False
 
     @property
     def call(self) -> Any:
@@ -154,8 +152,8 @@ BACKENDS = {
         "aiter::mha_varlen_fwd",
         by_stride,
         as_dense,
+        kept="mutated",
         schema="(Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> Tensor",
-        hidden=True,
     ),
     "xpu_attn": Backend("matrix::xpu_attn", from_storage_start, kept="untagged-op"),
 }
@@ -273,8 +271,7 @@ class Case:
     @property
     def removed(self) -> str:
         """Operands whose copies go."""
-        needless = "" if BACKENDS[self.backend].hidden else VARIANTS[self.variant].needless
-        return needless + self.strided
+        return VARIANTS[self.variant].needless + self.strided
 
     def reason(self, operand: str) -> str:
         """Why the copy of an operand went or stayed; nothing where several things forbid it."""
@@ -374,7 +371,7 @@ def operands(copies: Sequence[qkvpass.CopyDecision]) -> set[str]:
 def check_decisions(case: Case, outcome: standins.Outcome) -> None:
     report = outcome.report
     assert operands(report.removed) == set(case.removed)
-    assert BACKENDS[case.backend].hidden or operands(report.copies) == set("qkv")
+    assert operands(report.copies) == set("qkv")
     for copy in report.copies:
         for name in operands([copy]):
             assert copy.reason in ("not-a-layout-copy", case.reason(name) or copy.reason)

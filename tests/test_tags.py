@@ -452,7 +452,9 @@ def test_the_common_ops_of_pytorch_are_there():
         "torch_attn::_varlen_attn",
         "torch_attn::_varlen_attn_backward",
     ]:
-        assert ROWS[name].status == "declared" and overloads(ROWS[name]), name
+        certified_away = name.endswith("_backward") and ("efficient" in name or "cudnn" in name)
+        status = "unverified" if certified_away else "declared"
+        assert ROWS[name].status == status and overloads(ROWS[name]), name
 
 
 @parametrize_rows(row for row in BUILTIN_OPS if row.status == "declared")
