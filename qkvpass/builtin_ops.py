@@ -27,6 +27,8 @@ INT32 = 2**31 - 1
 FLASH = StrideContract(alignment=16)
 FLASH_INT32 = StrideContract(alignment=16, max_offset=INT32)
 ATEN = StrideContract(alignment=16, output="fake")
+# A CPU reads rows from any address; it is their distance that decides how they are rounded.
+ATEN_CPU = StrideContract(output="fake")
 ATEN_INT32 = StrideContract(alignment=16, output="fake", max_offset=INT32)
 
 
@@ -190,7 +192,7 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "bit-identical on strided and mixed operands, output layout as its fake, with AMX and"
         " AVX-512; fp32 may round otherwise where rows are not 16-byte aligned; wrong for a last"
         " stride other than 1 (pytorch#187506)",
-        contract=ATEN,
+        contract=ATEN_CPU,
         when=on_cpu,
         known_as=("sdpa",),
     ),
@@ -200,7 +202,7 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "declared",
         "bit-identical on strided and mixed operands, gradients always token-major as its fake"
         " says, in fp32, bf16 and fp16",
-        contract=ATEN,
+        contract=ATEN_CPU,
         when=on_cpu,
         backward_of="aten::_scaled_dot_product_flash_attention_for_cpu",
     ),

@@ -373,7 +373,7 @@ class _Session:
         alignment = _alignment(results, contract)
         if contract is not None:
             wanted = subject.known.alignment
-            if contract.alignment < wanted:
+            if wanted is not None and (contract.alignment or 1) < wanted:
                 alignment = passed(f"{alignment.detail} here; {wanted} asked for")
                 contract = replace(contract, alignment=wanted)
         offset_range, max_offset = self._offset_range()
@@ -524,7 +524,7 @@ def _alignment(results: Sequence[Result], contract: StrideContract | None) -> Ve
     """The smallest alignment that works, and what happens below it."""
     if contract is None:
         return failed("no alignment up to 128 bytes explains what is wrong")
-    below = [r for r in results if r.granule < contract.alignment]
+    below = [r for r in results if r.granule < (contract.alignment or 1)]
     if fault := _first(below, Status.FAULT):
         return passed(f"{contract.alignment} bytes; below, the device faults: {fault.detail}")
     if wrong := _first(below, Status.DIFFERENT, Status.REJECTED):

@@ -289,7 +289,8 @@ def _strings(value: Any) -> list[str]:
 
 def contract_text(contract: StrideContract) -> str:
     """A contract in a few words."""
-    facts = [f"{contract.alignment}-byte alignment"]
+    unit = contract.alignment
+    facts = ["16-byte strides" if unit is None else f"{unit}-byte alignment"]
     if contract.max_offset is not None:
         facts.append(f"offsets up to {contract.max_offset}")
     if contract.allow_broadcast:

@@ -55,9 +55,12 @@ def decide(
         candidates = candidates[:limit]
     for group in _by_site(candidates, facts):
         chooser.choose(group)
-    final = chooser.propagation.remove(
-        chooser.accepted.removed - chooser.accepted.cascaded, Overlay()
-    )
+    chosen = chooser.accepted.removed - chooser.accepted.cascaded
+    try:
+        final = chooser.propagation.remove(chosen, Overlay())
+    except Refused as refused:  # what passed one by one does not pass together: nothing goes
+        final = Overlay()
+        chooser.kept |= dict.fromkeys(chosen, (refused.reason, refused.detail))
     return Decisions(candidates, final, chooser.kept, target)
 
 
@@ -102,15 +105,15 @@ class _Chooser:
             overlay.merge()
 
     def _worth_trying(self, candidate: Candidate) -> bool:
-        verdict: Verdict | None = None
         if policy.is_empty(candidate.node):
-            verdict = (Reason.NO_GAIN, "the tensor has no elements")
-        elif self.target == "inductor":
-            verdict = policy.producer_verdict(candidate, self.facts)
+            self._keep([candidate], Reason.NO_GAIN, "the tensor has no elements")
+            return False
+        if self.target != "inductor":
+            return True
+        verdict = policy.producer_verdict(candidate, self.facts)
         if verdict is not None:
             # What the rule forbids is said first: it holds whoever runs the graph.
-            verdict = self._try([candidate])[1] or verdict
-            self.kept[candidate.node] = verdict
+            self._keep([candidate], *(self._try([candidate])[1] or verdict))
         return verdict is None
 
     def _try(self, candidates: Iterable[Candidate]) -> tuple[Overlay | None, Verdict | None]:

@@ -114,6 +114,9 @@ def _tuple(values: Sequence[Int]) -> str:
 Atom: TypeAlias = tuple[Int, Int]  # (size, stride); a dim is a major-to-minor run of atoms
 
 
+DEFAULT_ALIGNMENT = 16  # bytes
+
+
 class NotAView(Exception):
     """A view that cannot be expressed over atomic dims; the message says which step."""
 
@@ -165,8 +168,8 @@ class StridedView:
             taken: list[Atom] = []
             rest = extent
             while not known(rest == 1):
-                if not atoms:
-                    raise NotAView(f"no elements left for size {extent}")
+                if not atoms or known(rest == 0) or known(atoms[0][0] == 0):
+                    raise NotAView(f"no elements for size {extent}")
                 atom_size, stride = atoms.pop(0)
                 if known(rest == atom_size) or known(rest % atom_size == 0):
                     taken.append((atom_size, stride))
@@ -296,12 +299,35 @@ def _by_falling_stride(one: tuple[int, Int, Int], other: tuple[int, Int, Int]) -
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """What is known of the address behind an operand.
+
+    Args:
+        offset: storage offset at which the buffer begins, in elements; None if unknown.
+        alignment: bytes that its address is a multiple of; None for a buffer that the
+            compiler allocates, which allocators align far beyond any contract.
+    """
+
+    offset: Int | None = 0
+    alignment: int | None = None
+
+    @property
+    def is_callers(self) -> bool:
+        """A graph input: it may start anywhere in its storage, and elsewhere on the next call."""
+        return self.alignment is not None
+
+
+ALLOCATED = Pointer()
+
+
+@dataclass(frozen=True)
 class StrideContract:
     """The layouts that an op admits on the operands it is tagged for.
 
     Args:
         alignment: bytes that the data pointer and every stride but the last must be a
-            multiple of. Storages count as aligned: allocators align far beyond it.
+            multiple of. None asks for 16 of strides and of offsets within a buffer, and
+            nothing of a graph input's own address, which only its caller knows.
         max_offset: largest distance in elements from an operand's data pointer to its
             last element; None for kernels that count in int64. A finite bound refuses
             every size that has no bound of its own.
@@ -317,7 +343,7 @@ class StrideContract:
         ValueError: for an alignment or bound below 1, or an unknown output rule.
     """
 
-    alignment: int = 16
+    alignment: int | None = None
     max_offset: int | None = None
     allow_broadcast: bool = False
     allow_storage_offset: bool = True
@@ -325,7 +351,7 @@ class StrideContract:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        if self.alignment < 1:
+        if self.alignment is not None and self.alignment < 1:
             raise ValueError(f"alignment is {self.alignment} bytes; give a positive number")
         if self.max_offset is not None and self.max_offset < 1:
             raise ValueError(
@@ -336,10 +362,12 @@ class StrideContract:
                 f'output is {self.output!r}; give None, "fake", "dense" or "like:<operand>"'
             )
 
-    def violation(self, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+    def violation(
+        self, layout: Layout, itemsize: int, pointer: Pointer = ALLOCATED
+    ) -> tuple[Reason, str] | None:
         """The first thing about ``layout`` that this contract does not admit."""
         for check in _CHECKS:
-            if (fault := check(self, layout, itemsize)) is not None:
+            if (fault := check(self, layout, itemsize, pointer)) is not None:
                 return fault
         return None
 
@@ -351,34 +379,46 @@ def _outer(layout: Layout) -> Iterator[tuple[Int, Int]]:
             yield size, stride
 
 
-def _last_dim(contract: StrideContract, layout: Layout, itemsize: int) -> tuple[Reason, str] | None:
+Fault: TypeAlias = "tuple[Reason, str] | None"
+
+
+def _last_dim(contract: StrideContract, layout: Layout, itemsize: int, pointer: Pointer) -> Fault:
     if not layout.size or known(layout.size[-1] == 1) or known(layout.stride[-1] == 1):
         return None
     return Reason.LAST_DIM_STRIDE, f"last dim has stride {layout.stride[-1]}, not 1"
 
 
-def _broadcast(
-    contract: StrideContract, layout: Layout, itemsize: int
-) -> tuple[Reason, str] | None:
+def _broadcast(contract: StrideContract, layout: Layout, itemsize: int, pointer: Pointer) -> Fault:
     if contract.allow_broadcast or all(known(stride != 0) for _, stride in _outer(layout)):
         return None
     return Reason.BROADCAST_STRIDE, f"strides {_tuple(layout.stride)} repeat elements"
 
 
 def _storage_offset(
-    contract: StrideContract, layout: Layout, itemsize: int
-) -> tuple[Reason, str] | None:
-    if contract.allow_storage_offset or known(layout.offset == 0):
+    contract: StrideContract, layout: Layout, itemsize: int, pointer: Pointer
+) -> Fault:
+    if contract.allow_storage_offset:
+        return None
+    if pointer.is_callers:
+        return Reason.STORAGE_OFFSET, "a graph input may start anywhere in its storage"
+    if known(layout.offset == 0):
         return None
     return Reason.STORAGE_OFFSET, f"storage offset {layout.offset} where the op needs 0"
 
 
-def _alignment(
-    contract: StrideContract, layout: Layout, itemsize: int
-) -> tuple[Reason, str] | None:
-    unit = contract.alignment
+def _alignment(contract: StrideContract, layout: Layout, itemsize: int, pointer: Pointer) -> Fault:
+    unit = DEFAULT_ALIGNMENT if contract.alignment is None else contract.alignment
+    if unit <= 1:
+        return None
+    if pointer.offset is None:
+        return Reason.ALIGNMENT, "the offset within a graph input is not known"
+    if contract.alignment is not None and (pointer.alignment or 0) % unit:
+        return (
+            Reason.ALIGNMENT,
+            f"a graph input's address is known to {pointer.alignment} bytes, not to {unit}",
+        )
     for what, distance in (
-        ("storage offset", layout.offset),
+        ("offset", layout.offset - pointer.offset),
         *(("stride", stride) for _, stride in _outer(layout)),
     ):
         if not known((distance * itemsize) % unit == 0):
@@ -390,8 +430,8 @@ def _alignment(
 
 
 def _offset_range(
-    contract: StrideContract, layout: Layout, itemsize: int
-) -> tuple[Reason, str] | None:
+    contract: StrideContract, layout: Layout, itemsize: int, pointer: Pointer
+) -> Fault:
     if contract.max_offset is None or known(layout.extent <= contract.max_offset):
         return None
     return (
@@ -401,7 +441,7 @@ def _offset_range(
     )
 
 
-_CHECKS: tuple[Callable[[StrideContract, Layout, int], tuple[Reason, str] | None], ...] = (
+_CHECKS: tuple[Callable[[StrideContract, Layout, int, Pointer], Fault], ...] = (
     _last_dim,
     _broadcast,
     _storage_offset,

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from . import tags, triton_tags
 from .certificate import Certificate
-from .layout import Int, Layout, NotAView, StridedView, product, same
+from .layout import Int, Layout, NotAView, StridedView, known, product, same
 from .tags import StrideTag
 from .views import is_view, recompose
 
@@ -194,6 +194,7 @@ class Facts:
         self.written: dict[Node, Node] = {}  # root -> an op that writes it
         self.backward: set[Node] = set()
         self.sources: dict[Node, Node] = {}  # copy -> what it copies
+        self.sizes: list[Node] = []  # nodes that hold a symbolic size
         self.attention: list[Node] = []
         for node in self.nodes:
             self._read(node)
@@ -210,6 +211,8 @@ class Facts:
             self.written.setdefault(self.root[mutated], node)
         if is_attention(node):
             self.attention.append(node)
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            self.sizes.append(node)
 
     @functools.cached_property
     def attention_set(self) -> frozenset[Node]:
@@ -222,6 +225,13 @@ class Facts:
     def is_view(self, node: Node) -> bool:
         """Whether the node aliases its first input; a ``reshape`` that copies does not."""
         return is_view(node) and node not in self.sources
+
+    def size_node(self, size: Int, before: Node) -> Node | None:
+        """A node in front of another that holds a symbolic size, if there is one."""
+        for node in self.sizes:
+            if self.order[node] < self.order[before] and known(node.meta["val"] == size):
+                return node
+        return None
 
     def borders(self, node: Node) -> Node | None:
         """The first output, higher-order op or writer that a value reaches through views."""

@@ -17,7 +17,7 @@ from torch.fx import Node
 from .layout import Int, known
 from .match import MATMULS, Candidate, Facts, is_attention, nbytes, target_name
 from .reason import Reason
-from .safety import Overlay, is_layout_free
+from .safety import Overlay, is_pointwise
 from .views import is_view
 
 # Elements assumed for a size that has no hint (unbacked); only the weighing of memory uses it.
@@ -85,7 +85,7 @@ def is_folded(copy: Node) -> bool:
         user = users.pop()
         if is_view(user) or user.target is torch.ops.aten.clone.default:
             users.extend(user.users)
-        elif not is_layout_free(user.target) or is_attention(user):
+        elif not is_pointwise(user.target) or is_attention(user):
             return False
     return True
 
@@ -135,7 +135,7 @@ class Memory:
         # A fused op reads its inputs where the kernel runs that it is fused into.
         reads: dict[Node, int] = {}
         for node in reversed(facts.nodes):
-            fused = is_layout_free(node.target) and not self._is_buffer(node)
+            fused = is_pointwise(node.target) and not self._is_buffer(node)
             later = [reads[user] for user in node.users]
             own = facts.order[node]
             reads[node] = max(later, default=own) if fused or facts.is_view(node) else own

@@ -13,9 +13,19 @@ from torch.utils import _pytree as pytree
 
 from . import triton_tags
 from .compat import extract_tensor_metadata
-from .layout import Layout, known, radix_view
-from .match import Facts, source_argument
-from .safety import Call, Overlay, Pending, Refused, arguments, consume, rerun, unchanged
+from .layout import Layout, radix_view
+from .match import Facts, aliases_input, source_argument
+from .safety import (
+    Call,
+    Overlay,
+    Pending,
+    Refused,
+    arguments,
+    consume,
+    looks_at_every_stride,
+    rerun,
+    unchanged,
+)
 from .views import emit, is_view
 
 aten = torch.ops.aten
@@ -122,7 +132,7 @@ def _edit(journal: Journal, facts: Facts, overlay: Overlay) -> None:
     for node in nodes:
         value = overlay.values[node]
         if node in overlay.emitted:
-            journal.replace(node, _emit(journal, node, overlay))
+            journal.replace(node, _emit(journal, node, facts, overlay))
         elif _is_pending(value):
             journal.dead.append(node)
         elif node in overlay.removed:
@@ -153,7 +163,7 @@ def _set_value(journal: Journal, node: Node, value: Any) -> None:
         journal.retarget(node, aten.view.default)
 
 
-def _emit(journal: Journal, node: Node, overlay: Overlay) -> Node:
+def _emit(journal: Journal, node: Node, facts: Facts, overlay: Overlay) -> Node:
     """Views from the root buffer to the layout that ``node`` is to have."""
     root, layout = overlay.emitted[node]
     radix = radix_view(Layout.of(root.meta["val"]), layout)
@@ -166,9 +176,7 @@ def _emit(journal: Journal, node: Node, overlay: Overlay) -> Node:
         fake = value.meta["val"]
         with fake.fake_mode:
             result = op(fake, *args)
-        symbolic = pytree.tree_map_only(
-            torch.SymInt, lambda s: _size_node(journal, node, root, s), args
-        )
+        symbolic = pytree.tree_map_only(torch.SymInt, lambda s: facts.size_node(s, node), args)
         new = journal.insert_before(node, op, (value, *_one_free(op, symbolic)), meta)
         _set_inserted(new, result, node)
         return new
@@ -190,17 +198,6 @@ def _one_free(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(unknown) > 1:
         raise RewriteFault("a view needs two sizes that no node of the graph holds")
     return ([-1 if size is None else size for size in args[0]],)
-
-
-def _size_node(journal: Journal, anchor: Node, root: Node, size: torch.SymInt) -> Node | None:
-    """A node in front of ``anchor`` that holds a symbolic size, if there is one."""
-    for node in journal.graph.nodes:
-        if node is anchor:
-            return None
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and known(value == size):
-            return node
-    return None
 
 
 def _record_layouts(journal: Journal, node: Node) -> None:
@@ -237,9 +234,16 @@ def _plain(arguments: Any) -> Any:
     return arguments
 
 
-def _moved(journal: Journal, old: Node, new: Node) -> bool:
+def _moved(journal: Journal, old: Node, new: Node, exact: bool = True) -> bool:
     value = journal.values.get(old, old.meta.get("val"))
-    return not unchanged(value, new.meta.get("val"))
+    return not unchanged(value, new.meta.get("val"), exact)
+
+
+def _root(node: Node) -> Node:
+    """The node whose buffer a value lies in, in the graph as it is by now."""
+    while is_view(node) or aliases_input(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _audit(graph: Graph, journal: Journal, facts: Facts) -> None:
@@ -276,6 +280,7 @@ def _recompute(node: Node, journal: Journal, facts: Facts) -> Any:
         return node.meta.get("val")
     old_args, old_kwargs = journal.arguments.get(node, (node.args, node.kwargs))
     old, new = _leaves((old_args, dict(old_kwargs))), _leaves((node.args, dict(node.kwargs)))
-    changed = [n for o, n in zip(old, new) if isinstance(n, Node) and _moved(journal, o, n)]
-    call = Call(node, after, changed, needs_grad=facts.has_backward)
+    exact = looks_at_every_stride(node)
+    changed = [n for o, n in zip(old, new) if isinstance(n, Node) and _moved(journal, o, n, exact)]
+    call = Call(node, after, changed, needs_grad=facts.has_backward, root_of=_root)
     return rerun(call) if is_view(node) and changed else consume(call)

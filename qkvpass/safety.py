@@ -22,7 +22,18 @@ from torch.fx.node import map_arg
 
 from . import tags, triton_tags
 from .compat import NewGuard, detect_fake_mode, no_new_guards
-from .layout import Int, Layout, NotAView, StridedView, known, radix_view, same
+from .layout import (
+    ALLOCATED,
+    Int,
+    Layout,
+    NotAView,
+    Pointer,
+    RadixView,
+    StridedView,
+    known,
+    radix_view,
+    same,
+)
 from .match import (
     Facts,
     bound_arguments,
@@ -34,7 +45,7 @@ from .match import (
 )
 from .reason import Reason
 from .tags import Site, StrideTag
-from .views import emit, is_view, recompose, run
+from .views import emit, is_view, recompose, regroups, run
 
 aten = torch.ops.aten
 
@@ -54,6 +65,13 @@ LAYOUT_FREE = frozenset(
         aten.ones_like.default,
         aten.new_zeros.default,
     }
+)
+# Pointwise ops whose scalar and vector kernels agree: exact, or rounded once by the standard.
+CORRECTLY_ROUNDED = frozenset(
+    "abs add bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clone "  # noqa: SIM905
+    "convert_element_type div eq floor ge gt isinf isnan le logical_and logical_not logical_or "
+    "lt masked_fill maximum minimum mul ne neg reciprocal relu round rsub sgn sign sqrt sub "
+    "threshold trunc where".split()
 )
 # Ops that read sizes alone. Sizes never change here.
 SIZE_OPS = frozenset({aten.sym_size.int, aten.sym_numel.default})
@@ -88,15 +106,47 @@ class Pending:
     root: Node
 
 
-def is_layout_free(target: Any) -> bool:
-    """Whether an op's values ignore the layout of its inputs."""
+def is_pointwise(target: Any) -> bool:
+    """Whether each element of an op's result depends on elements alone: it may be fused."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if not _is_core_op(target):
-        return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if not _is_core_op(target) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return target in LAYOUT_FREE or torch.Tag.pointwise in target.tags
+
+
+def is_layout_free(target: Any, result: Tensor | None) -> bool:
+    """Whether an op's values ignore the layout of its inputs, to the last bit.
+
+    A CPU vectorises by layout, and a vector function rounds otherwise than a scalar one, so
+    that only correctly rounded ops are layout-free there.
+    """
+    if not is_pointwise(target):
+        return False
+    if result is None or result.device.type != "cpu" or target in LAYOUT_FREE:
+        return True
+    return target._schema.name.partition("::")[2] in CORRECTLY_ROUNDED
+
+
+def looks_at_every_stride(node: Node) -> bool:
+    """Whether the stride of a size-1 dim counts for a node.
+
+    Ops of PyTorch's own never look at it; those that are re-run are compared exactly all the
+    same, since their fake results carry it on.
+    """
+    return not _is_core_op(node.target) or is_pointwise(node.target)
+
+
+def same_layout_anew(before: Any, after: Any) -> bool:
+    """Whether results in memory of their own have equal sizes and strides.
+
+    Where a fresh result starts in its storage is not part of what was decided.
+    """
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) and all(map(same_layout_anew, before, after))
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return Layout.of(before).same_strides(Layout.of(after))
+    return unchanged(before, after)
 
 
 def _is_core_op(target: Any) -> bool:
@@ -130,6 +180,7 @@ class Call:
     in_backward: bool = False
     needs_grad: bool = False
     certified_only: bool = False
+    root_of: Callable[[Node], Node] = lambda node: node
 
 
 def consume(call: Call) -> Any:
@@ -152,7 +203,7 @@ def consume(call: Call) -> Any:
     tag = tags.lookup(node.target)
     if tag is not None and tag.status.capable:
         return _consume_tagged(call, tag)
-    if is_layout_free(node.target):
+    if is_layout_free(node.target, _first_tensor(node.meta.get("val"))):
         return rerun(call)
     raise _bound_refusal(call, tag)
 
@@ -262,6 +313,9 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
         what = ", ".join([n for n in names if n not in tag.operands] + [n.name for n in loose])
         reason = Reason.BACKWARD_NOT_CAPABLE if call.in_backward else Reason.OPAQUE_CONSUMER
         raise _refusal(call, reason, f"is not tagged for {what}")
+    if named := [a.name for a in _op(call.node)._schema.arguments if "stride" in a.name]:
+        what = f"takes strides as arguments ({', '.join(named)}), which were fixed when traced"
+        raise _refusal(call, Reason.OPAQUE_CONSUMER, what)
     site = _site(call, tag, after)
     if tag.when is not None and (why := tag.when(site)) is not None:
         raise _refusal(call, Reason.TAG_CONDITION, f"is not tagged here ({why})")
@@ -269,7 +323,9 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
         why = f'is {tag.status}, and evidence="certified" asks for a certificate that counts here'
         raise _refusal(call, Reason.TAG_CONDITION, why)
     for name in names:
-        _check_contract(call, tag, name, after[name])
+        _check_contract(
+            call, tag, name, after[name], pointer_of(call.root_of(nodes[name]), after[name])
+        )
     for group in tag.contract.together:
         _check_together(call, group, after)
     return _check_output(call, tag, after, rerun(call))
@@ -285,8 +341,27 @@ def _op(node: Node) -> Any:
     return node.target
 
 
-def _check_contract(call: Call, tag: StrideTag, name: str, value: Tensor) -> None:
-    fault = tag.contract.violation(Layout.of(value), value.element_size())
+def pointer_of(root: Node, value: Tensor) -> Pointer:
+    """What is known of the address behind a view of ``root``.
+
+    Nothing guards where a graph input starts in its storage. On CUDA, Inductor copies one
+    whose address is no multiple of 16 bytes; elsewhere an element's own alignment is all.
+    """
+    if root.op not in ("placeholder", "get_attr"):
+        return ALLOCATED
+    alignment = 16 if value.device.type == "cuda" else value.element_size()
+    buffer = root.meta.get("val")
+    if not isinstance(buffer, Tensor) or not _share_storage(buffer, value):
+        return Pointer(None, alignment)
+    return Pointer(buffer.storage_offset(), alignment)
+
+
+def _share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _check_contract(call: Call, tag: StrideTag, name: str, value: Tensor, pointer: Pointer) -> None:
+    fault = tag.contract.violation(Layout.of(value), value.element_size(), pointer)
     if fault is not None:
         reason, detail = fault
         raise Refused(
@@ -310,7 +385,7 @@ def _check_together(call: Call, group: tuple[str, ...], after: dict[str, Any]) -
 
 def _check_output(call: Call, tag: StrideTag, after: dict[str, Any], predicted: Any) -> Any:
     old, rule = call.node.meta["val"], tag.contract.output
-    if unchanged(old, predicted) and rule in (None, "fake"):
+    if same_layout_anew(old, predicted) and rule in (None, "fake"):
         return old
     if rule is None:
         raise Refused(
@@ -483,8 +558,8 @@ class Propagation:
 
     def _rerun_view(self, node: Node, overlay: Overlay, value: Tensor) -> Any:
         """The view on its new input, where it is legal there and needs no guard."""
-        if node.target is aten.reshape.default and not _viewable(node, value):
-            return None  # legal, but by a copy
+        if regroups(node) and not _viewable(node, value):
+            return None  # a copy where it is a reshape; and fake tensors let some views pass
         try:
             return rerun(self._call(node, overlay))
         except Refused:
@@ -529,7 +604,7 @@ class Propagation:
             return Pending(view, root)
         radix = radix_view(Layout.of(base), layout)
         mode = detect_fake_mode(base)
-        if radix is None or mode is None:
+        if radix is None or mode is None or not self._has_sizes(radix, node):
             return Pending(view, root)
         try:
             with torch.no_grad(), mode, no_new_guards(mode):
@@ -538,6 +613,16 @@ class Propagation:
             raise self._view_refusal(node, overlay, f"would need the guard {guard}") from guard
         overlay.emitted[node] = (root, layout)
         return value
+
+    def _has_sizes(self, radix: RadixView, node: Node) -> bool:
+        """Whether nodes of the graph hold the symbolic sizes; ``view`` works out one itself."""
+        extents = [s.extent for s in radix.steps if not self._has_size(s.extent, node)]
+        cut = [s for s in radix.steps if not (known(s.start == 0) and known(s.size == s.extent))]
+        bounds = [b for s in cut for b in (s.start, s.start + s.size)]
+        return len(extents) <= 1 and all(self._has_size(b, node) for b in bounds)
+
+    def _has_size(self, size: Int, node: Node) -> bool:
+        return isinstance(size, int) or self.facts.size_node(size, node) is not None
 
     def _view_refusal(self, node: Node, overlay: Overlay, why: str) -> Refused:
         call = Call(node, ((), {}), node.all_input_nodes[:1], overlay.behind.get(node, ""))
@@ -556,9 +641,9 @@ class Propagation:
             overlay.cascaded.add(node)
             return overlay.value(self.facts.sources[node])
         value = consume(call)
-        if is_attention(node) and not unchanged(node.meta.get("val"), value):
+        if is_attention(node) and not same_layout_anew(node.meta.get("val"), value):
             overlay.behind[node] = f"{node.name} ({target_name(node)})"
-        elif unchanged(node.meta.get("val"), value):
+        elif same_layout_anew(node.meta.get("val"), value):
             overlay.behind.pop(node, None)
             return node.meta.get("val")
         return value
@@ -593,7 +678,7 @@ class Propagation:
             overlay.behind[node] = name
 
     def _call(self, node: Node, overlay: Overlay) -> Call:
-        exact = not _is_core_op(node.target)
+        exact = looks_at_every_stride(node)
         changed = [
             n
             for n in node.all_input_nodes
@@ -606,6 +691,7 @@ class Propagation:
             in_backward=node in self.facts.backward,
             needs_grad=self.facts.has_backward,
             certified_only=self.certified_only,
+            root_of=lambda n: self._root_of(n, overlay),
         )
 
 

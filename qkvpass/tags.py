@@ -213,7 +213,7 @@ def register_stride_tag(
         op: name, pattern of names, OpOverload, or ``torch.library.custom_op``. A name need
             not exist yet.
         operands: names of schema arguments.
-        contract: admitted layouts; the default asks for 16-byte alignment and a last
+        contract: admitted layouts; the default asks for strides of 16 bytes and a last
             stride of 1, and keeps the copy where the output's layout would change.
         when: called with a :class:`Site`; None means the tag holds, a string is why not.
         backward_of: name of the forward op, for a backward.

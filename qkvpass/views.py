@@ -131,6 +131,11 @@ def is_view(node: Node) -> bool:
     return node.op == "call_function" and (node.target in VIEW_STEPS or _is_part(node))
 
 
+def regroups(node: Node) -> bool:
+    """Whether a view merges and splits dims, which not every layout allows."""
+    return VIEW_STEPS.get(node.target) is _reshape
+
+
 def _is_part(node: Node) -> bool:
     """``getitem`` of a view op with several results."""
     return (

@@ -324,8 +324,8 @@ def test_b09_user_tag_overrides_the_platform(monkeypatch: pytest.MonkeyPatch) ->
 def vector_loads(start: int) -> Callable[[Tensor], Tensor]:
     """q, k and v from column ``start`` on, into a kernel that loads four elements at once."""
 
-    def forward(buffer: Tensor) -> Tensor:
-        return standins.aligned(*copied(buffer[:, start : start + 3 * WIDTH]), 4)
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return standins.aligned(*copied((x @ weight)[:, start : start + 3 * WIDTH]), 4)
 
     return forward
 
@@ -338,14 +338,37 @@ def vector_loads(start: int) -> Callable[[Tensor], Tensor]:
 def test_b10_alignment(columns: int, start: int, reason: str) -> None:
     """B10: an offset or a stride that is no multiple of four elements keeps the copies."""
     tag("aligned", contract=qkvpass.StrideContract(alignment=16))
-    outcome = decide(vector_loads(start), torch.randn(TOKENS, columns))
+    outcome = decide(vector_loads(start), torch.randn(TOKENS, 8), torch.randn(8, columns))
     assert outcome.reasons == [reason] * 3
+
+
+def test_b10_a_graph_input_may_start_anywhere() -> None:
+    """B10: nothing guards the storage offset of an input, so its address is not known."""
+
+    def forward(buffer: Tensor) -> Tensor:
+        return standins.aligned(*copied(buffer), 4)
+
+    storage = torch.randn(TOKENS * 3 * WIDTH + 5)
+    for contract, expected in ((16, "alignment"), (None, "removed")):
+        tag("aligned", contract=qkvpass.StrideContract(alignment=contract))
+        torch._dynamo.reset()
+        compiled = torch.compile(forward, backend=qkvpass.backend)
+        first, second = (storage[n:][: TOKENS * 3 * WIDTH].view(TOKENS, -1) for n in (0, 5))
+        with qkvpass.capture() as reports:
+            assert torch.equal(compiled(first), forward(first))
+        assert [str(copy.reason) for copy in reports[0].copies] == [expected] * 3
+        if contract is None:  # the author asks nothing of the address, but the kernel does
+            with pytest.raises(RuntimeError, match="no multiple of 4"):
+                compiled(second)
+        else:
+            assert torch.equal(compiled(second), forward(second))
 
 
 def test_b10_unknown_alignment_is_kept() -> None:
     """B10: the row stride is a symbol of which nothing is known."""
     tag("aligned", contract=qkvpass.StrideContract(alignment=16))
-    outcome = decide(vector_loads(0), torch.randn(TOKENS, 3 * WIDTH + 4), dynamic=True)
+    inputs = torch.randn(TOKENS, 8), torch.randn(8, 3 * WIDTH + 4)
+    outcome = decide(vector_loads(0), *inputs, dynamic=True)
     assert outcome.reasons == ["alignment"] * 3
 
 
@@ -353,7 +376,7 @@ def test_b10_the_kernel_would_have_noticed() -> None:
     """B10: with a contract that asks for too little, the kernel raises: these tests can fail."""
     tag("aligned", contract=qkvpass.StrideContract(alignment=1))
     with pytest.raises(RuntimeError, match="no multiple of 4"):
-        decide(vector_loads(0), torch.randn(TOKENS, 3 * WIDTH + 1))
+        decide(vector_loads(0), torch.randn(TOKENS, 8), torch.randn(8, 3 * WIDTH + 1))
 
 
 def test_b12_query_alone_in_front_of_a_kernel_that_takes_its_pointer() -> None:

@@ -208,10 +208,10 @@ def test_ops_table_shows_every_tag(run, tagged):
 @pytest.mark.parametrize(
     ("contract", "text"),
     [
-        ({}, "16-byte alignment"),
+        ({}, "16-byte strides"),
         (
             {"max_offset": 2**31 - 1, "allow_broadcast": True, "allow_storage_offset": False},
-            "16-byte alignment, offsets up to 2147483647, stride 0 is fine, no storage offset",
+            "16-byte strides, offsets up to 2147483647, stride 0 is fine, no storage offset",
         ),
     ],
 )
