@@ -38,7 +38,7 @@ class Chain(CustomGraphPass):
 def inductor_options(**options: Any) -> dict[str, Any]:
     """Inductor options that add the pass: for ``torch.compile(options=…)`` and AOTInductor.
 
-    A pass that the user keeps in the same slot runs first.
+    A pass that the user keeps in the same slot by the time of this call runs first.
 
     Args:
         options: fields of :class:`Options`.

@@ -46,14 +46,12 @@ def decide(
     Args:
         facts: of the graph.
         target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
-        limit: stop after this many removals (to halve down to a culprit); None for all.
+        limit: try only the first so many candidates (to halve down to a culprit); None for all.
         certified_only: trust no tag that has no certificate.
     """
     chooser = _Chooser(facts, target, certified_only)
     candidates = find_candidates(facts)
-    if limit is not None:
-        candidates = candidates[:limit]
-    for group in _by_site(candidates, facts):
+    for group in _by_site(candidates[:limit], facts):
         chooser.choose(group)
     chosen = chooser.accepted.removed - chooser.accepted.cascaded
     try:

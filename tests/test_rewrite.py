@@ -115,6 +115,7 @@ def test_a_built_in_tag_can_be_taken_away():
 def test_a_limit_halves_down_to_a_culprit(monkeypatch):
     monkeypatch.setenv("QKVPASS_MAX_REWRITES", "4")
     report = run(scaling.layered_graph(2), Options())
+    assert all("limit" in copy.detail for copy in report.kept if copy.operand)
     assert [copy.node for copy in report.removed if copy.operand] == [
         "clone_default",
         "clone_default_1",
