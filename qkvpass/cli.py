@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
+from . import evidence
 from .builtin_ops import BUILTIN_OPS
 from .certificate import Certificate
 from .layout import StrideContract
@@ -102,8 +103,6 @@ def make_app() -> Any:
         as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     ) -> None:
         """Test what layouts of q, k and v an op reads rightly, and print the certificate."""
-        from . import evidence
-
         try:
             found = certify_target(name, module, device, dtypes, skip)
         except TargetError as error:
@@ -277,6 +276,11 @@ def _ops_row(tag: StrideTag, known_as: list[str]) -> dict[str, Any]:
         "condition": getattr(tag.when, "__name__", repr(tag.when)) if tag.when else "",
         "backward_of": tag.backward_of or "",
         "evidence": tag.evidence,
+        "certificates": [
+            f"{c.arch}, {c.library} {c.library_version}, {c.date}"
+            for c in evidence.certificates()
+            if c.passed and c.op == tag.op
+        ],
         "by": tag.by,
     }
 
@@ -329,7 +333,7 @@ def print_ops(rows: list[dict[str, Any]]) -> None:
             Text(", ".join(row["operands"])),
             Text(row["contract"]),
             Text(row["condition"]),
-            Text(row["evidence"]),
+            Text("\n".join([row["evidence"], *(f"certified: {c}" for c in row["certificates"])])),
         )
     console = Console()
     if not console.is_terminal:

@@ -193,8 +193,11 @@ def test_ops_json_holds_every_tag(run, tagged):
         "condition": "never",
         "backward_of": "",
         "evidence": "registered by the user",
+        "certificates": [],
         "by": "user",
     }
+    fa3 = next(row for row in data["ops"] if row["op"] == "fa3_fwd::_flash_attn_forward")
+    assert any(c.startswith("sm_90, fa3-fwd 0.0.3") for c in fa3["certificates"])
 
 
 def test_ops_table_shows_every_tag(run, tagged):
