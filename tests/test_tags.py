@@ -459,7 +459,8 @@ def test_the_common_ops_of_pytorch_are_there():
 
 
 @parametrize_rows(row for row in BUILTIN_OPS if row.status == "declared")
-def test_a_declared_row_stands_up_for_a_platform(row):
+def test_a_declared_row_stands_up_for_a_platform(row, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)  # a CPU build has none
     where = replace(ON_H200, device="cpu", arch=None) if "_for_cpu" in row.name else ON_H200
     assert row.when(where) is None
     # B08, B09: the same op on another platform is another kernel, and the reason says which.
