@@ -26,6 +26,7 @@ __all__ = [
     "hash_files",
     "inductor_cache_folder",
     "no_new_guards",
+    "saved_tensor_hooks_active",
     "sort_topologically",
     "stop_after_joint_passes",
     "triton_constants",
@@ -103,6 +104,11 @@ def stop_after_joint_passes(
         functorch_config.patch(enable_autograd_cache=False),
     ):
         return compile_fx(gm, inputs, inner_compile=keep, config_patches=patches)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved tensors go through hooks of the user's, by what is in force now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def inductor_cache_folder() -> str:

@@ -16,6 +16,9 @@ from .safety import Overlay, Propagation, Refused
 
 Verdict = tuple[Reason, str]
 
+# Copies of one attention op of which every subset is weighed; beyond it is all or nothing.
+_MOST_SUBSETS_OF = 6
+
 
 @dataclass
 class Decisions:
@@ -148,6 +151,9 @@ class _Chooser:
         self, chosen: list[Candidate], site: Node, why: str
     ) -> tuple[list[Candidate], Overlay | None]:
         """The most of the chosen that hold no more memory; refusing one can cost more than all."""
+        if len(chosen) > _MOST_SUBSETS_OF:
+            self._keep(chosen, Reason.MEMORY_PINNED, why)
+            return [], None
         for size in range(len(chosen) - 1, 0, -1):
             for subset in combinations(chosen, size):
                 overlay, _ = self._try(subset)

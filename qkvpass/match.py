@@ -218,6 +218,12 @@ class Facts:
     def attention_set(self) -> frozenset[Node]:
         return frozenset(self.attention)
 
+    @functools.cached_property
+    def returned(self) -> frozenset[Node]:
+        """Buffers of which the caller gets all or a part."""
+        outputs = [n for node in self.nodes if node.op == "output" for n in node.all_input_nodes]
+        return frozenset(self.root[n] for n in outputs)
+
     @property
     def has_backward(self) -> bool:
         return bool(self.backward)

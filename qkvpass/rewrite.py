@@ -119,12 +119,12 @@ def apply(graph: Graph, facts: Facts, overlay: Overlay) -> None:
     journal = Journal(graph)
     try:
         _edit(journal, facts, overlay)
+        graph.lint()
         _audit(graph, journal, facts)
     except BaseException:
         journal.rollback()
         raise
     journal.commit()
-    graph.lint()
 
 
 def _edit(journal: Journal, facts: Facts, overlay: Overlay) -> None:

@@ -21,7 +21,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from . import tags, triton_tags
-from .compat import NewGuard, detect_fake_mode, no_new_guards
+from .compat import NewGuard, detect_fake_mode, no_new_guards, saved_tensor_hooks_active
 from .layout import (
     ALLOCATED,
     Int,
@@ -233,7 +233,12 @@ def _consume_launch(call: Call) -> Any:
         for name, source in values.items()
         if isinstance(source, Node)
     }
-    fault = triton_tags.misfit(call.node, call.changed, after.__getitem__)
+    fault = triton_tags.misfit(
+        call.node,
+        call.changed,
+        after.__getitem__,
+        lambda source: pointer_of(call.root_of(source), after[source]),
+    )
     if fault is not None:
         raise _refusal(call, *fault)
     return call.node.meta.get("val")
@@ -506,6 +511,8 @@ class Propagation:
                 if order[user] not in queued:
                     queued.add(order[user])
                     heapq.heappush(queue, (order[user], user.name))
+        for copy in overlay.removed:
+            self._check_saved(copy, overlay)
         return overlay
 
     def _check_memory(self, copy: Node) -> None:
@@ -519,6 +526,40 @@ class Propagation:
                     f"{value.name}",
                     writer,
                 )
+
+    def _check_saved(self, copy: Node, overlay: Overlay) -> None:
+        """What the backward reads must stay as the forward left it.
+
+        The copy was private. A view of a buffer that the caller holds is not: it may be
+        written between forward and backward, and no version counter tells.
+        """
+        if not self.facts.has_backward or copy in self.facts.backward:
+            return
+        root = self._root_of(copy, overlay)
+        hooked = saved_tensor_hooks_active()
+        shared = root.op in ("placeholder", "get_attr") or root in self.facts.returned
+        if not (hooked or shared) or (reader := self._read_in_backward(copy, overlay)) is None:
+            return
+        if shared:
+            why = (
+                f"{copy.name} is kept for {reader.name}, and the caller may write {root.name} first"
+            )
+            raise Refused(Reason.MUTATED, why, reader)
+        why = f"saved-tensor hooks may hand {reader.name} another layout of {copy.name}"
+        raise Refused(Reason.BACKWARD_NOT_CAPABLE, why, reader)
+
+    def _read_in_backward(self, copy: Node, overlay: Overlay) -> Node | None:
+        """The first backward op that reads a copy, or what may be recomputed from it."""
+        stack, seen = [copy], {copy}
+        while stack:
+            for user in stack.pop().users:
+                if user in self.facts.backward:
+                    return user
+                again = self.facts.is_view(user) or is_pointwise(user.target)
+                if user not in seen and (again or overlay.is_removed(user)):
+                    seen.add(user)
+                    stack.append(user)
+        return None
 
     def _update(self, node: Node, overlay: Overlay) -> bool:
         """Recompute one node; whether its users must look again."""

@@ -212,7 +212,8 @@ def register_stride_tag(
     Args:
         op: name, pattern of names, OpOverload, or ``torch.library.custom_op``. A name need
             not exist yet.
-        operands: names of schema arguments.
+        operands: names of schema arguments that are tensors. An op that also takes strides as
+            numbers, under whatever name, must not be tagged: they were fixed when traced.
         contract: admitted layouts; the default asks for strides of 16 bytes and a last
             stride of 1, and keeps the copy where the output's layout would change.
         when: called with a :class:`Site`; None means the tag holds, a string is why not.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .compat import add_triton_constants, triton_constants, triton_kernel
-from .layout import Int, Layout, StrideContract, known
+from .layout import Int, Layout, Pointer, StrideContract, known
 from .reason import Reason
 
 HOP = "triton_kernel_wrapper_functional"
@@ -109,6 +109,12 @@ def written(node: Node) -> list[str]:
     return list(names)
 
 
+def _described(node: Node) -> set[str]:
+    """Operands that a launch reads through a TMA descriptor."""
+    descriptors: Any = node.kwargs.get("tma_descriptor_metadata") or {}
+    return set(descriptors)
+
+
 def pointers(node: Node) -> dict[str, Any]:
     """Arguments of a launch that are in the graph, by name: tensors, and sizes in line."""
     given: Any = node.kwargs["kwargs"]
@@ -116,7 +122,10 @@ def pointers(node: Node) -> dict[str, Any]:
 
 
 def misfit(
-    node: Node, changed: list[Node], after: Callable[[Node], Tensor]
+    node: Node,
+    changed: list[Node],
+    after: Callable[[Node], Tensor],
+    pointer: Callable[[Node], Pointer],
 ) -> tuple[Reason, str] | None:
     """Why a launch may not get operands in new layouts; None if its constants can follow."""
     tags = tags_of(node)
@@ -136,7 +145,9 @@ def misfit(
         value = after(source)
         new = Layout.of(value)
         fault = _unfollowed(node, tag, Layout.of(source.meta["val"]), new)
-        fault = fault or tag.contract.violation(new, value.element_size())
+        fault = fault or tag.contract.violation(new, value.element_size(), pointer(source))
+        if tag.operand in _described(node):
+            fault = Reason.OPAQUE_CONSUMER, "a TMA descriptor was made for its old layout"
         if fault is not None:
             return fault[0], f"operand {tag.operand}: {fault[1]}"
         for dim, argument in tag.strides:
