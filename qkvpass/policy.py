@@ -197,20 +197,13 @@ class Memory:
             if storage is None:
                 continue
             changes.append((storage.first, storage.last, -storage.size))
-            root = self._kept(copy, overlay)
+            root = overlay.root_of(copy, self.facts)  # read in the copy's stead
             latest[root] = max(latest.get(root, 0), storage.last)
         for root, last in latest.items():
             storage = self.storages.get(root)
             if storage is not None and last > storage.last:
                 changes.append((storage.last + 1, last, storage.size))
         return changes
-
-    def _kept(self, copy: Node, overlay: Overlay) -> Node:
-        """The storage that is read in a removed copy's stead."""
-        root = copy
-        while overlay.is_removed(root):
-            root = self.facts.root[self.facts.sources[root]]
-        return root
 
 
 _Change = tuple[int, int, int]  # (first position, last position, bytes)

@@ -464,6 +464,13 @@ class Overlay:
     def is_removed(self, node: Node) -> bool:
         return node in self.removed or (self.below is not None and self.below.is_removed(node))
 
+    def root_of(self, node: Node, facts: Facts) -> Node:
+        """The buffer that a value lies in once the removed copies are gone."""
+        root = facts.root[node]
+        while self.is_removed(root):
+            root = facts.root[facts.sources[root]]
+        return root
+
     def behind_attention(self, node: Node) -> str:
         if node in self.values:
             return self.behind.get(node, "")
@@ -535,7 +542,7 @@ class Propagation:
         """
         if not self.facts.has_backward or copy in self.facts.backward:
             return
-        root = self._root_of(copy, overlay)
+        root = overlay.root_of(copy, self.facts)
         hooked = saved_tensor_hooks_active()
         shared = root.op in ("placeholder", "get_attr") or root in self.facts.returned
         if not (hooked or shared) or (reader := self._read_in_backward(copy, overlay)) is None:
@@ -607,13 +614,12 @@ class Propagation:
             return None
 
     def _recompose(self, node: Node, source: Node, overlay: Overlay, value: Any) -> Any:
-        root = self.facts.root[source] if isinstance(value, Tensor) else value.root
-        if isinstance(value, Tensor):
-            root = self._root_of(source, overlay)
-        before = source.meta["val"]
-        view = value.view if isinstance(value, Pending) else StridedView.of(Layout.of(value))
+        if isinstance(value, Pending):
+            root, view = value.root, value.view
+        else:
+            root, view = overlay.root_of(source, self.facts), StridedView.of(Layout.of(value))
         try:
-            parts = recompose(node, view, tuple(before.shape))
+            parts = recompose(node, view, tuple(source.meta["val"].shape))
         except NotAView as why:
             raise self._view_refusal(node, overlay, str(why)) from why
         out = node.meta["val"]
@@ -622,13 +628,6 @@ class Propagation:
                 self._realise(None, p, tuple(o.shape), root, overlay) for p, o in zip(parts, out)
             ]
         return self._realise(node, parts, tuple(out.shape), root, overlay)
-
-    def _root_of(self, node: Node, overlay: Overlay) -> Node:
-        """The buffer that a value lies in once the removed copies are gone."""
-        root = self.facts.root[node]
-        while overlay.is_removed(root):
-            root = self.facts.root[self.facts.sources[root]]
-        return root
 
     def _realise(
         self,
@@ -711,7 +710,7 @@ class Propagation:
             return False
         if not Layout.of(value).equivalent(Layout.of(node.meta["val"])):
             return False
-        roots = (self.facts.root[node], self._root_of(source, overlay))
+        roots = (self.facts.root[node], overlay.root_of(source, self.facts))
         return self.facts.borders(node) is None and not any(r in self.facts.written for r in roots)
 
     def _carry(self, source: Node, node: Node, overlay: Overlay) -> None:
@@ -732,7 +731,7 @@ class Propagation:
             in_backward=node in self.facts.backward,
             needs_grad=self.facts.has_backward,
             certified_only=self.certified_only,
-            root_of=lambda n: self._root_of(n, overlay),
+            root_of=lambda n: overlay.root_of(n, self.facts),
         )
 
 

@@ -64,29 +64,8 @@ def varlen_by_sdpa(q, k, v, cu_seqlens, longest):
     return F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1)
 
 
-class PackedBlock(nn.Module):
-    """Pre-norm block over packed tokens (F1): split, three copies, varlen attention, MLP."""
-
-    def __init__(self, heads, dim, mlp, attend, copies=True):
-        super().__init__()
-        width = heads * dim
-        self.heads, self.dim, self.width = heads, dim, width
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
-        self.attend, self.copies = attend, copies
-
-    def forward(self, x, cu_seqlens, longest):
-        parts = self.qkv(self.norm1(x)).split(self.width, dim=-1)
-        q, k, v = (t.view(-1, self.heads, self.dim) for t in parts)
-        if self.copies:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        x = x + self.out(self.attend(q, k, v, cu_seqlens, longest).reshape(-1, self.width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class BatchedBlock(nn.Module):
-    """Pre-norm block over (batch, tokens, width) with SDPA (F3): copies to head-major."""
+class Block(nn.Module):
+    """Pre-norm block with one packed projection; subclasses say how it is split and attended."""
 
     def __init__(self, heads, dim, mlp, copies=True):
         super().__init__()
@@ -97,41 +76,51 @@ class BatchedBlock(nn.Module):
         self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
         self.copies = copies
 
-    def forward(self, x):
-        batch, tokens, _ = x.shape
-        parts = self.qkv(self.norm1(x)).split(self.width, dim=-1)
+    def forward(self, x, *rest):
+        x = x + self.out(self.attention(self.qkv(self.norm1(x)), *rest))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PackedBlock(Block):
+    """Over packed tokens (F1): split, three copies, varlen attention."""
+
+    def __init__(self, heads, dim, mlp, attend, copies=True):
+        super().__init__(heads, dim, mlp, copies)
+        self.attend = attend
+
+    def attention(self, packed, cu_seqlens, longest):
+        q, k, v = (t.view(-1, self.heads, self.dim) for t in packed.split(self.width, dim=-1))
+        if self.copies:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return self.attend(q, k, v, cu_seqlens, longest).reshape(-1, self.width)
+
+
+class BatchedBlock(Block):
+    """Over (batch, tokens, width) with SDPA (F3): copies to head-major."""
+
+    def attention(self, packed):
+        batch, tokens, _ = packed.shape
+        parts = packed.split(self.width, dim=-1)
         q, k, v = (t.view(batch, tokens, self.heads, self.dim).transpose(1, 2) for t in parts)
         if self.copies:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        x = x + self.out(out.reshape(batch, tokens, self.width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return out.reshape(batch, tokens, self.width)
 
 
-class WindowBlock(nn.Module):
+class WindowBlock(Block):
     """SAM's windows (F4): the copy hides in ``reshape(3, B * H, N, D)``."""
 
-    def __init__(self, heads, dim, mlp, copies=True):
-        super().__init__()
-        width = heads * dim
-        self.heads, self.dim, self.width = heads, dim, width
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, mlp), nn.Linear(mlp, width)
-        self.copies = copies
-
-    def forward(self, x):
-        batch, tokens, _ = x.shape
-        packed = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, self.dim)
-        packed = packed.permute(2, 0, 3, 1, 4)
+    def attention(self, packed):
+        batch, tokens, _ = packed.shape
+        packed = packed.view(batch, tokens, 3, self.heads, self.dim).permute(2, 0, 3, 1, 4)
         if self.copies:
             parts = packed.reshape(3, batch * self.heads, tokens, self.dim).unbind(0)
             q, k, v = (t.view(batch, self.heads, tokens, self.dim) for t in parts)
         else:
             q, k, v = packed.unbind(0)
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        x = x + self.out(out.reshape(batch, tokens, self.width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return out.reshape(batch, tokens, self.width)
 
 
 class Stack(nn.Module):

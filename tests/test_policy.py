@@ -152,26 +152,26 @@ def pointwise_operands(x, w):
     return standins.aware(q, k, v)
 
 
-def test_a_producer_that_writes_either_layout_gains_nothing():
-    def separate(x, a, b, c):
-        q, k, v = (head_major(torch.relu(x @ w)).contiguous() for w in (a, b, c))
-        return standins.aware(q, k, v)
+def separate(x, a, b, c):
+    """A relu for each operand: one kernel writes it, in either layout."""
+    q, k, v = (head_major(torch.relu(x @ w)).contiguous() for w in (a, b, c))
+    return standins.aware(q, k, v)
 
+
+def separate_inputs():
+    return [torch.randn(2, 8, WIDTH), *(torch.randn(WIDTH, WIDTH) for _ in range(3))]
+
+
+def test_a_producer_that_writes_either_layout_gains_nothing():
     standins.tag("aware")
-    inputs = [torch.randn(2, 8, WIDTH), *(torch.randn(WIDTH, WIDTH) for _ in range(3))]
-    outcome = standins.decide(separate, *inputs)
+    outcome = standins.decide(separate, *separate_inputs())
     assert outcome.verdicts == dict.fromkeys("qkv", "no-gain")
     assert standins.copies_in(outcome.after) == 3
 
 
 def test_but_in_eager_each_copy_is_a_kernel():
-    def separate(x, a, b, c):
-        q, k, v = (head_major(torch.relu(x @ w)).contiguous() for w in (a, b, c))
-        return standins.aware(q, k, v)
-
     standins.tag("aware")
-    inputs = [torch.randn(2, 8, WIDTH), *(torch.randn(WIDTH, WIDTH) for _ in range(3))]
-    gm = standins.trace(separate, *inputs)
+    gm = standins.trace(separate, *separate_inputs())
     with qkvpass.capture() as reports:
         StridedQKVPass(Options(target="eager"))(gm.graph)
     assert [c.reason for c in reports[0].copies] == [Reason.REMOVED] * 3
