@@ -43,24 +43,25 @@ def _(q, k, v, cu_seqlens):
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, attend, copies):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attend, self.copies = attend, copies
 
     def forward(self, x, cu_seqlens, rope):
         q, k, v = (t.view(-1, HEADS, HEAD_DIM) for t in self.qkv(x).split(WIDTH, dim=-1))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        # What serving engines do for attention backends that they do not know.
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return self.out(varlen_attention(q, k, v, cu_seqlens).view(-1, WIDTH))
+        if self.copies:  # as serving engines do for attention backends that they do not know
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return self.out(self.attend(q, k, v, cu_seqlens).view(-1, WIDTH))
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, attend, copies):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH, eps=1e-6)
-        self.attention = Attention()
+        self.attention = Attention(attend, copies)
         self.up, self.down = nn.Linear(WIDTH, MLP), nn.Linear(MLP, WIDTH)
 
     def forward(self, x, cu_seqlens, rope):
@@ -69,9 +70,11 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, layers):
+    """``copies=False`` is the hand edit that the pass stands for."""
+
+    def __init__(self, layers, attend=varlen_attention, copies=True):
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(attend, copies) for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
 
     def forward(self, x, cu_seqlens, rope=None):

@@ -29,7 +29,8 @@ FLASH_INT32 = StrideContract(alignment=16, max_offset=INT32)
 ATEN = StrideContract(alignment=16, output="fake")
 # A CPU reads rows from any address; it is their distance that decides how they are rounded.
 ATEN_CPU = StrideContract(output="fake")
-ATEN_INT32 = StrideContract(alignment=16, output="fake", max_offset=INT32)
+# Efficient attention counts whole tiles of rows times the stride in int32.
+EFFICIENT = StrideContract(alignment=16, output="fake", max_offset=2**30 - 1)
 
 
 @dataclass(frozen=True)
@@ -151,13 +152,13 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "declared",
         "last stride 1 and aligned pointers (cuda/sdp_utils.cpp); counts keys times token stride"
         " in int32 (mem_eff_attention/kernel_forward.h); bit-identical on an H200",
-        contract=ATEN_INT32,
+        contract=EFFICIENT,
         when=on_cuda,
         known_as=("sdpa",),
     ),
     BuiltinOp(
         "aten::_scaled_dot_product_efficient_attention_backward",
-        (*QUERY_KEY_VALUE, "grad_out_", "out"),
+        QUERY_KEY_VALUE,
         "unverified",
         "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
         " strided otherwise, and other fp32 bits; certify it on q, k and v alone",
@@ -249,12 +250,12 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "declared",
         "the kernel of efficient SDPA: last stride 1, int32 token offsets"
         " (mem_eff_attention/kernel_forward.h), output always dense",
-        contract=ATEN_INT32,
+        contract=EFFICIENT,
         when=on_cuda,
     ),
     BuiltinOp(
         "aten::_efficient_attention_backward",
-        (*QUERY_KEY_VALUE, "grad_out_", "out"),
+        QUERY_KEY_VALUE,
         "unverified",
         "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
         " strided otherwise, and gradients dense where its fake follows q; certify it again",
@@ -467,11 +468,20 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         known_as=("fa3",),
     ),
     BuiltinOp(
+        "qkvpass::flash_attn_4",
+        QKV,
+        "declared",
+        "FlashAttention 4 as a registered op (qkvpass.ops); copies what is not 16-byte aligned"
+        " (cute_dsl_utils.py); output dense (interface.py)",
+        when=half_on_cuda,
+        known_as=("fa4",),
+    ),
+    BuiltinOp(
         "python:flash_attn.cute",
         QKV,
         "unverified",
-        "FlashAttention 4 is no registered op, so a graph cannot see it; bit-identical on an H200"
-        " with strided and mixed operands; wrap it in a custom op and certify that",
+        "FlashAttention 4 is plain Python, so a graph cannot see it: call"
+        " torch.ops.qkvpass.flash_attn_4 of qkvpass.ops instead",
         known_as=("fa4",),
     ),
     # vLLM.

@@ -38,6 +38,8 @@ LIBRARIES = {
     "xformers_flash": "xformers",
     "xformers_flash3": "xformers",
 }
+# The ops of qkvpass.ops; they only call what these hold.
+WRAPPED = {"qkvpass::flash_attn_4": "flash-attn-4"}
 SCRIPT = "script:"  # a module that no distribution holds; its version is a digest of its source
 
 
@@ -189,6 +191,8 @@ def library_of(op: torch._ops.OpOverload) -> str:
     """Name of what holds an op's kernel: a distribution, or a script. "" where unknown."""
     if op.namespace == "aten" and "cudnn" in op._schema.name:
         return "torch+cudnn"
+    if op._schema.name in WRAPPED:
+        return WRAPPED[op._schema.name]
     if op.namespace in LIBRARIES:
         return LIBRARIES[op.namespace]
     module = _defining_module(op)

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from .operands import BHSD, BSHD, ORDERS, THD
 
-INT32 = 2**31 - 1
+# Efficient attention counts rows times stride in int32, and whole tiles of rows at that
+# (mem_eff_attention/kernel_forward.h), so that it faults well within 2**31.
+EFFICIENT_OFFSET = 2**30 - 1
+HALF = (torch.float16, torch.bfloat16)
 
 
 class CannotBuild(Exception):
@@ -97,6 +100,7 @@ class KnownInputs:
         forward: for a backward, the op whose outputs it needs.
         returns: names of the forward's outputs, where its schema names none.
         max_offset: largest offset in elements that the op's source allows for.
+        dtypes: what its tag is for, where that is not every dtype that it takes.
         alignment: bytes to ask for even where less works on the machine of the test.
     """
 
@@ -105,6 +109,7 @@ class KnownInputs:
     forward: str | None = None
     returns: tuple[str, ...] = ()
     max_offset: int | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
     alignment: int = 1
 
 
@@ -118,13 +123,18 @@ _FA2_RETURNS = ("out", "softmax_lse", "S_dmask", "rng_state")
 KNOWN_INPUTS: Mapping[str, KnownInputs] = {
     f"{_SDPA}flash_attention": KnownInputs((BHSD,)),
     f"{_SDPA}flash_attention_backward": KnownInputs((BHSD,), forward=f"{_SDPA}flash_attention"),
-    # Keys times token stride are counted in int32 (mem_eff_attention/kernel_forward.h).
-    f"{_SDPA}efficient_attention": KnownInputs((BHSD,), _LSE, max_offset=INT32),
+    f"{_SDPA}efficient_attention": KnownInputs((BHSD,), _LSE, max_offset=EFFICIENT_OFFSET),
     f"{_SDPA}efficient_attention_backward": KnownInputs(
-        (BHSD,), _NO_BIAS_GRADIENT, forward=f"{_SDPA}efficient_attention", max_offset=INT32
+        (BHSD,),
+        _NO_BIAS_GRADIENT,
+        forward=f"{_SDPA}efficient_attention",
+        max_offset=EFFICIENT_OFFSET,
     ),
-    f"{_SDPA}cudnn_attention": KnownInputs((BHSD,), _LSE),
-    f"{_SDPA}cudnn_attention_backward": KnownInputs((BHSD,), forward=f"{_SDPA}cudnn_attention"),
+    # In fp32 with head size 256 it answers with what was in memory, on dense inputs too.
+    f"{_SDPA}cudnn_attention": KnownInputs((BHSD,), _LSE, dtypes=HALF),
+    f"{_SDPA}cudnn_attention_backward": KnownInputs(
+        (BHSD,), forward=f"{_SDPA}cudnn_attention", dtypes=HALF
+    ),
     # In fp32 its GEMM rounded otherwise on some CPU for rows that were not 16-byte aligned.
     f"{_SDPA}flash_attention_for_cpu": KnownInputs((BHSD,), alignment=16),
     f"{_SDPA}flash_attention_for_cpu_backward": KnownInputs(
@@ -135,13 +145,18 @@ KNOWN_INPUTS: Mapping[str, KnownInputs] = {
     "aten::_flash_attention_backward": KnownInputs(
         (THD, BSHD), forward="aten::_flash_attention_forward"
     ),
-    "aten::_efficient_attention_forward": KnownInputs((BSHD,), _EFFICIENT, max_offset=INT32),
-    "aten::_efficient_attention_backward": KnownInputs(
-        (BSHD,), _EFFICIENT, forward="aten::_efficient_attention_forward", max_offset=INT32
+    "aten::_efficient_attention_forward": KnownInputs(
+        (BSHD,), _EFFICIENT, max_offset=EFFICIENT_OFFSET
     ),
-    "aten::_cudnn_attention_forward": KnownInputs((THD,), _LSE),
+    "aten::_efficient_attention_backward": KnownInputs(
+        (BSHD,),
+        _EFFICIENT,
+        forward="aten::_efficient_attention_forward",
+        max_offset=EFFICIENT_OFFSET,
+    ),
+    "aten::_cudnn_attention_forward": KnownInputs((THD,), _LSE, dtypes=HALF),
     "aten::_cudnn_attention_backward": KnownInputs(
-        (THD,), forward="aten::_cudnn_attention_forward"
+        (THD,), forward="aten::_cudnn_attention_forward", dtypes=HALF
     ),
     "torch_attn::_varlen_attn": KnownInputs((THD,)),
     "torch_attn::_varlen_attn_backward": KnownInputs(
@@ -153,6 +168,7 @@ KNOWN_INPUTS: Mapping[str, KnownInputs] = {
     "flash_attn_3::fwd": KnownInputs((THD, BSHD)),
     "flash_attn::_flash_attn_forward": KnownInputs((BSHD,)),
     "flash_attn::_flash_attn_varlen_forward": KnownInputs((THD,)),
+    "qkvpass::flash_attn_4": KnownInputs((THD, BSHD)),
     "flash_attn::_flash_attn_backward": KnownInputs(
         (BSHD,), forward="flash_attn::_flash_attn_forward", returns=_FA2_RETURNS
     ),
@@ -168,6 +184,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "fa3_fwd": ("fa3_fwd_interface",),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
     "qkvpass": ("qkvpass.ops",),
+    "qkvpass_example": ("triton_varlen",),
 }
 
 # The same thing by the names that a forward returns it under and a backward takes it under.

@@ -154,6 +154,16 @@ class Subject:
             torch.cuda.synchronize(self.device)
 
 
+def names_of(op: torch._ops.OpOverload) -> list[str]:
+    """Names of an op's arguments."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def gradient_of(backward: torch._ops.OpOverload) -> str:
+    """Name of the argument of a backward that is the gradient of the output."""
+    return next(n for n in names_of(backward) if n.startswith(("grad_out", "dout")))
+
+
 @contextlib.contextmanager
 def algorithms(deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms where there are any, without filling fresh memory."""
@@ -244,7 +254,7 @@ def prepare(subject: Subject, case: Case, seed: int) -> tuple[Spec, Spec] | None
     """The same call on dense operands and on placed ones; None where sizes do not allow it.
 
     Operands of a backward beside q, k and v have the values that the forward gives on dense
-    inputs, in the layout that it gives on these.
+    inputs, in the layout that it gives on these. What is no operand stays as on dense inputs.
 
     Raises:
         Exception: whatever the forward raises.
@@ -272,6 +282,7 @@ def _prepare_backward(
     layout = next(v for v in forward_of(subject, case, placed).values() if _is_output(v, placed))
     generator = torch.Generator(subject.device).manual_seed(seed + 1)
     grad = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+    made[gradient_of(subject.op)] = torch.empty_like(out).copy_(grad)
     for name in followers:
         value = out if name.startswith("out") else grad
         dense[name] = torch.empty_like(out).copy_(value)

@@ -10,6 +10,7 @@ be tried without a GPU (with ops of the CPU).
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import statistics
 import subprocess
@@ -26,6 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import paddleocr_vl_encoder
 
 import qkvpass
 
@@ -50,18 +53,14 @@ def fa3():
         interface.fa3_fwd_cuda = Recorder()
     op = torch.ops.fa3_fwd._flash_attn_forward
 
-    def attend(q, k, v, cu_seqlens, longest):
+    def attend(q, k, v, cu_seqlens):
+        # One page is one image: the longest sequence has all tokens.
         return op(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=longest, max_seqlen_k=longest, softmax_scale=q.shape[-1] ** -0.5,
+            max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0], softmax_scale=q.shape[-1] ** -0.5,
         )[0]  # fmt: skip
 
     return attend
-
-
-def varlen_by_sdpa(q, k, v, cu_seqlens, longest):
-    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1)
 
 
 class Block(nn.Module):
@@ -79,20 +78,6 @@ class Block(nn.Module):
     def forward(self, x, *rest):
         x = x + self.out(self.attention(self.qkv(self.norm1(x)), *rest))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PackedBlock(Block):
-    """Over packed tokens (F1): split, three copies, varlen attention."""
-
-    def __init__(self, heads, dim, mlp, attend, copies=True):
-        super().__init__(heads, dim, mlp, copies)
-        self.attend = attend
-
-    def attention(self, packed, cu_seqlens, longest):
-        q, k, v = (t.view(-1, self.heads, self.dim) for t in packed.split(self.width, dim=-1))
-        if self.copies:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return self.attend(q, k, v, cu_seqlens, longest).reshape(-1, self.width)
 
 
 class BatchedBlock(Block):
@@ -139,22 +124,23 @@ def stack(kind, layers, *shape, **options):
     return Stack(kind(*shape, **options) for _ in range(layers)).to(DEVICE, torch.bfloat16).eval()
 
 
-def packed_inputs(tokens, width):
-    x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16)
-    return x, torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32), tokens
+def page_inputs(tokens):
+    x = torch.randn(tokens, paddleocr_vl_encoder.WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    return x, torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32)
 
 
 def cases(small):
     """name -> (module with copies, its hand-edited twin, inputs, SDPA backend or None)."""
-    attend = fa3() if ON_GPU else varlen_by_sdpa
-    shape, tokens, layers = ((16, 72, 4304), 10764, 27) if not small else ((2, 8, 32), 64, 2)
-    width = shape[0] * shape[1]
+    attend = fa3() if ON_GPU else paddleocr_vl_encoder.varlen_attention
+    tokens, layers = (10764, 27) if not small else (64, 2)
 
-    def packed(count, tokens=tokens):
+    def page(count):
         def make(copies):
-            return stack(PackedBlock, count, *shape, attend=attend, copies=copies)
+            torch.manual_seed(0)
+            encoder = paddleocr_vl_encoder.Encoder(count, attend, copies)
+            return encoder.to(DEVICE, torch.bfloat16).eval()
 
-        return make, lambda: packed_inputs(tokens, width), None
+        return make, lambda: page_inputs(tokens), None
 
     def batched(kind, count, batch, tokens, shape, backend):
         def make(copies):
@@ -168,7 +154,7 @@ def cases(small):
 
     so400m = ((16, 72, 4304), 32, 729, 4) if not small else ((2, 8, 32), 2, 16, 1)
     sam = ((16, 80, 5120), 25, 196, 4) if not small else ((2, 8, 32), 2, 16, 1)
-    found = {"page-27-layers-fa3": packed(layers), "page-4-layers-fa3": packed(min(layers, 4))}
+    found = {"page-27-layers-fa3": page(layers), "page-4-layers-fa3": page(min(layers, 4))}
     backends = [
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
@@ -305,6 +291,9 @@ def times_of(make, inputs, backend, rounds):
             "all ms": {v: [round(x, 4) for x in t] for v, t in spent.items()},
             "stock / pass": round(statistics.median(ratios), 4),
             "pass / hand": round(statistics.median(to_hand), 4),
+            "q, k, v received: strides, storages": {
+                v: seen(run, given)[1] for v, run in variants.items()
+            },
             "peak MiB above inputs": {v: peak(run, given) for v, run in variants.items()},
             "kernels": {v: kernels(run, given) for v, run in variants.items()},
         }
@@ -337,21 +326,47 @@ def peak(run, given):
 
 
 def kernels(run, given):
-    """Kernels of one call: how many in all, and how many are neither GEMM nor attention."""
+    """Kernels of one call: how many in all, and which ran around attention, GEMM to GEMM."""
     if not ON_GPU:
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run(*given)
         torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    heavy = ("gemm", "cutlass", "nvjet", "flash", "fmha", "cudnn", "attention", "cublas")
-    light = [n for n in names if not any(h in n.lower() for h in heavy)]
-    copies = [n for n in light if "clone" in n or "copy" in n]
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    names = [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
+    kinds = [kind(name) for name in names]
+    spans = [span(kinds, i) for i, what in enumerate(kinds) if what == "attention"]
+    around = collections.Counter(tuple(names[start:end]) for start, end in spans)
     return {
         "all": len(names),
-        "neither GEMM nor attention": len(light),
-        "named clone or copy": len(copies),
+        "neither GEMM nor attention": kinds.count("other"),
+        "named clone or copy": sum("clone" in n or "copy" in n for n in names),
+        "between the two GEMMs": [
+            {"layers": count, "kernels": [name[:100] for name in run]}
+            for run, count in around.most_common()
+        ],
     }
+
+
+KINDS = {  # in this order: attention kernels are made of GEMM templates, too
+    "attention": ("flash", "fmha", "attention", "cudnn"),
+    "GEMM": ("gemm", "cutlass", "nvjet", "cublas"),
+}
+
+
+def kind(name):
+    found = (k for k, words in KINDS.items() if any(w in name.lower() for w in words))
+    return next(found, "other")
+
+
+def span(kinds, at):
+    """[start, end) of what ran between the GEMM before an attention kernel and the one behind."""
+    start, end = at, at
+    while start > 0 and kinds[start - 1] != "GEMM":
+        start -= 1
+    while end < len(kinds) and kinds[end] != "GEMM":
+        end += 1
+    return start, end
 
 
 def main():

@@ -26,7 +26,7 @@ from qkvpass.certificate import Certificate, Outcome, Verdicts
 from qkvpass.certify import CannotCertify, certify
 from qkvpass.known_inputs import KNOWN_INPUTS, Spec, arguments
 from qkvpass.layout import StrideContract
-from qkvpass.trial import Case, forward_of
+from qkvpass.trial import Case, forward_of, gradient_of
 
 certify_module = importlib.import_module("qkvpass.certify")  # whatever the package calls so
 
@@ -404,6 +404,7 @@ def test_known_ops_take_what_is_built(name: str, order: str) -> None:
         if subject.forward is not None:
             qkv = {n: given[n] for n in subject.operands[:3]}
             made = forward_of(subject, case, qkv)
+            made[gradient_of(subject.op)] = torch.empty(shape, dtype=case.dtype, device=device)
         spec = Spec(given, order, case.lengths, case.lengths, made=made)
         args, kwargs = arguments(subject.op, spec, subject.known.constants)
         out = subject.op(*args, **kwargs)[0]
