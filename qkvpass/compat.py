@@ -6,13 +6,15 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import get_hash_for_files as _hash_for_files
+from torch._library.triton import triton_ops_to_kernels as _triton_ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tensor_metadata
 
@@ -23,8 +25,10 @@ __all__ = [
     "detect_fake_mode",
     "extract_tensor_metadata",
     "compile_with_inductor",
+    "function_behind",
     "hash_files",
     "inductor_cache_folder",
+    "is_triton_op",
     "no_new_guards",
     "saved_tensor_hooks_active",
     "sort_topologically",
@@ -137,3 +141,17 @@ def add_triton_constants(constants: dict[str, Any]) -> int:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     return kernel_side_table.add_constant_args(constants)
+
+
+def function_behind(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What was given to ``torch.library.custom_op`` or ``triton_op``; None for other ops."""
+    definition = torch._library.custom_ops.OPDEFS.get(op._schema.name)
+    if definition is None:
+        return None
+    function = definition._init_fn
+    # triton_op wraps what it is given in a function of torch's own.
+    return inspect.getclosurevars(function).nonlocals.get("fn", function)
+
+
+def is_triton_op(op: torch._ops.OpOverload) -> bool:
+    return op._schema.name in _triton_ops

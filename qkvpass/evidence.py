@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import compat
 from .certificate import Certificate
 
 # Where the kernels of a namespace come from. ``cudnn`` stands for the one torch has loaded.
@@ -195,22 +196,17 @@ def library_of(op: torch._ops.OpOverload) -> str:
         return WRAPPED[op._schema.name]
     if op.namespace in LIBRARIES:
         return LIBRARIES[op.namespace]
-    module = _defining_module(op)
-    if module is None:
+    function = compat.function_behind(op)
+    if function is None:
         return ""
-    distributions = _distributions().get(module.partition(".")[0])
-    return distributions[0] if distributions else f"{SCRIPT}{module}"
+    distributions = _distributions().get(function.__module__.partition(".")[0])
+    library = distributions[0] if distributions else f"{SCRIPT}{function.__module__}"
+    return f"{library}+triton" if compat.is_triton_op(op) else library
 
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()  # reads the files of every one
-
-
-def _defining_module(op: torch._ops.OpOverload) -> str | None:
-    """Module of the Python function behind ``torch.library.custom_op``."""
-    definition = torch._library.custom_ops.OPDEFS.get(op._schema.name)
-    return definition._init_fn.__module__ if definition is not None else None
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .operands import BHSD, BSHD, ORDERS, THD
 
-# Efficient attention counts rows times stride in int32, and whole tiles of rows at that
-# (mem_eff_attention/kernel_forward.h), so that it faults well within 2**31.
-EFFICIENT_OFFSET = 2**30 - 1
+# Efficient attention counts rows times stride in int32 (mem_eff_attention/kernel_forward.h); this
+# leaves room for whole tiles of rows, counted in bytes.
+EFFICIENT_OFFSET = 2**28 - 1
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -168,7 +168,8 @@ KNOWN_INPUTS: Mapping[str, KnownInputs] = {
     "flash_attn_3::fwd": KnownInputs((THD, BSHD)),
     "flash_attn::_flash_attn_forward": KnownInputs((BSHD,)),
     "flash_attn::_flash_attn_varlen_forward": KnownInputs((THD,)),
-    "qkvpass::flash_attn_4": KnownInputs((THD, BSHD)),
+    # It makes a copy itself of what is not aligned.
+    "qkvpass::flash_attn_4": KnownInputs((THD, BSHD), alignment=16),
     "flash_attn::_flash_attn_backward": KnownInputs(
         (BSHD,), forward="flash_attn::_flash_attn_forward", returns=_FA2_RETURNS
     ),

@@ -220,7 +220,7 @@ def far(values: Tensor, order: str, what: str, limit: int, beyond: bool = True) 
         strides.insert(0, tokens * strides[0])
     if what == "batch":
         strides[0] = step(t.shape[0])
-    below = limit + unit
+    below = math.ceil(limit / unit) * unit  # as aligned as the strides
     extent = sum((s - 1) * st for s, st in zip(t.shape, strides))
     storage = torch.empty(below + extent + _TAIL, dtype=t.dtype, device=t.device)
     if t.is_cuda:

@@ -166,14 +166,19 @@ def gradient_of(backward: torch._ops.OpOverload) -> str:
 
 @contextlib.contextmanager
 def algorithms(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms where there are any, without filling fresh memory."""
+    """Deterministic algorithms, without filling fresh memory.
+
+    Raises:
+        RuntimeError: inside, from an op that has none. To warn would not do: attention then
+            goes on as before.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     try:
         if deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)
             memory.fill_uninitialized_memory = False
         yield
     finally:

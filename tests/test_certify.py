@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from torch.library import custom_op
 import qkvpass
 from qkvpass import evidence, operands, tags
 from qkvpass.certificate import Certificate, Outcome, Verdicts
-from qkvpass.certify import CannotCertify, certify
+from qkvpass.certify import CannotCertify, certify, resolve
 from qkvpass.known_inputs import KNOWN_INPUTS, Spec, arguments
 from qkvpass.layout import StrideContract
 from qkvpass.trial import Case, forward_of, gradient_of
@@ -615,3 +617,18 @@ def test_command_names_what_is_wrong(args: tuple[str, ...], said: str) -> None:
     result = command(*args)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_library_of_a_triton_op_is_its_script_and_triton(monkeypatch) -> None:
+    """A certificate of it must not outlive either."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    op = resolve("qkvpass_example::varlen_attention")
+    assert evidence.library_of(op) == "script:triton_varlen+triton"
+    script, version = evidence.library_version(evidence.library_of(op)).split("+")
+    assert len(script) == 16 and version == importlib.metadata.version("triton").partition("+")[0]
+
+
+def test_an_op_that_wraps_a_kernel_has_the_kernels_version() -> None:
+    op = resolve("qkvpass::flash_attn_4")
+    assert evidence.library_of(op) == "flash-attn-4"
