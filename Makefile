@@ -12,7 +12,7 @@ QKVPASS_FUZZ_EXAMPLES ?= 5000
 demo: $(VENV)/.installed-cli-encoders
 	$(BIN)/qkvpass demo
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-flash
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -34,6 +34,13 @@ $(BIN)/python:
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+
+# flash-attn for its ops, schemas and fakes alone: without its GPU build it takes seconds.
+$(VENV)/.installed-flash: pyproject.toml $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet setuptools wheel psutil packaging ninja einops
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE \
+		$(BIN)/python -m pip install --quiet --no-build-isolation flash-attn==2.8.3
 	touch $@
 
 $(VENV)/.installed-cli-encoders: EXTRAS := cli,encoders

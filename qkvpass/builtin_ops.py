@@ -162,7 +162,7 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "declared",
         "reads q, k, v by stride, wrong gradients where out alone is strided otherwise, so that out"
         " is no operand; gradients bit-identical on an H200 with torch 2.11",
-        contract=ATEN,
+        contract=EFFICIENT,
         when=on_cuda,
         backward_of="aten::_scaled_dot_product_efficient_attention",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from . import policy, tags, triton_tags
-from .match import Candidate, Facts, find_candidates, standing
+from .match import Candidate, Facts, called_op, find_candidates, standing
 from .reason import Reason
 from .safety import Overlay, Propagation, Refused
 
@@ -191,7 +191,7 @@ def _together(candidate: Candidate) -> set[tuple[str, Any]]:
         for told in triton_tags.tags_of(sink.node):
             if told.operand == sink.name:
                 found |= {(sink.node.name, argument) for _, argument in told.strides}
-        tag = tags.lookup(sink.node.target)
+        tag = tags.lookup(called_op(sink.node))
         for group in tag.contract.together if tag is not None else ():
             if sink.name in group:
                 found.add((sink.node.name, group))

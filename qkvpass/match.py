@@ -174,7 +174,12 @@ def nbytes(tensor: Tensor) -> Int:
 
 
 def bound_arguments(node: Node) -> dict[str, Any]:
-    """Arguments of a resolved op by the names of its schema."""
+    """Arguments of a resolved op by the names of its schema.
+
+    Of an op that is wrapped because it writes, those that it may write are left out.
+    """
+    if is_functionalized(node):
+        return {name: value for name, value in node.kwargs.items() if not name.startswith("_")}
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args)) | node.kwargs
@@ -280,7 +285,7 @@ def _written_by_hop(node: Node) -> list[Node]:
         given = triton_tags.pointers(node)
         return [n for name in triton_tags.written(node) for n in _nodes_in(given.get(name))]
     if name == "auto_functionalized":
-        return _written_arguments(inner_op(node), node.kwargs)
+        return _written_arguments(called_op(node), node.kwargs)
     return node.all_input_nodes if name in WRITING_HOPS else []
 
 
@@ -293,9 +298,9 @@ def _written_arguments(target: Any, given: dict[str, Any]) -> list[Node]:
     ]
 
 
-def inner_op(node: Node) -> Any:
-    """The op that ``auto_functionalized*`` wraps."""
-    return node.args[0]
+def called_op(node: Node) -> Any:
+    """The op that a node calls, also where ``auto_functionalized*`` wraps it."""
+    return node.args[0] if is_functionalized(node) else node.target
 
 
 def _nodes_in(arg: Any) -> list[Node]:
@@ -315,7 +320,7 @@ def is_attention(node: Node) -> bool:
         return (
             target_name(node) in HOP_ATTENTION
             or bool(triton_tags.tags_of(node))
-            or (is_functionalized(node) and _is_attention_op(inner_op(node)))
+            or (is_functionalized(node) and _is_attention_op(called_op(node)))
         )
     return _is_attention_op(node.target)
 
@@ -334,7 +339,7 @@ def is_functionalized(node: Node) -> bool:
 
 def attention_name(node: Node) -> str:
     """Name of the attention op, also where it is wrapped because it writes."""
-    return inner_op(node)._schema.name if is_functionalized(node) else target_name(node)
+    return called_op(node)._schema.name if is_functionalized(node) else target_name(node)
 
 
 def standing(node: Node) -> tuple[bool, str, str]:
@@ -342,14 +347,12 @@ def standing(node: Node) -> tuple[bool, str, str]:
     if tagged := triton_tags.tags_of(node):
         told = "; ".join(f"{tag.operand} by {dict(tag.strides)}" for tag in tagged)
         return True, str(tags.Status.DECLARED), f"stride arguments told by the user: {told}"
-    tag = tags.lookup(inner_op(node) if is_functionalized(node) else node.target)
+    tag = tags.lookup(called_op(node))
     if tag is None:
         return False, "untagged", ""
-    if is_functionalized(node):
-        return False, str(tag.status), tag.evidence
     first = next((tensor_of(o.value) for o in operands(node)), None)
     if tag.status.capable and first is not None:
-        site = tags.site_of(node.target, first, has_mask=False, needs_grad=False)
+        site = tags.site_of(called_op(node), first, has_mask=False, needs_grad=False)
         if (certificate := tags.certificate_of(site)) is not None:
             return True, str(tags.Status.CERTIFIED), _named(certificate)
     return tag.status.capable, str(tag.status), tag.evidence
@@ -382,7 +385,7 @@ def _operands_of_hop(node: Node) -> list[Operand]:
         given = triton_tags.pointers(node)
         named = [(tag.operand, given.get(tag.operand)) for tag in tagged]
     elif is_functionalized(node):
-        named = [(name, _wrapped_argument(node, name)) for name in operand_names(inner_op(node))]
+        named = [(name, _wrapped_argument(node, name)) for name in operand_names(called_op(node))]
     else:
         named = list(zip("qkv", node.args))
     return [Operand(node, name, value) for name, value in named if isinstance(value, Node)]

@@ -37,8 +37,9 @@ from .layout import (
 from .match import (
     Facts,
     bound_arguments,
-    inner_op,
+    called_op,
     is_attention,
+    is_functionalized,
     is_hop,
     mutated_inputs,
     target_name,
@@ -60,9 +61,11 @@ LAYOUT_FREE = frozenset(
         aten.copy.default,
         aten.contiguous.default,
         aten.reshape.default,
+        aten.empty_like.default,
         aten.full_like.default,
         aten.zeros_like.default,
         aten.ones_like.default,
+        aten.new_empty.default,
         aten.new_zeros.default,
     }
 )
@@ -196,11 +199,12 @@ def consume(call: Call) -> Any:
         raise _refusal(call, Reason.GRAPH_OUTPUT, "is returned from the graph")
     if pending := _pending(call.after):
         raise _pending_refusal(call, pending)
-    if is_hop(node):
+    if is_hop(node) and not is_functionalized(node):
         return _consume_launch(call)
     if any(n in mutated_inputs(node) for n in call.changed):
-        raise _refusal(call, Reason.MUTATED, "writes it")
-    tag = tags.lookup(node.target)
+        what = f"({called_op(node)}) writes it" if is_functionalized(node) else "writes it"
+        raise _refusal(call, Reason.MUTATED, what)
+    tag = tags.lookup(called_op(node))
     if tag is not None and tag.status.capable:
         return _consume_tagged(call, tag)
     if is_layout_free(node.target, _first_tensor(node.meta.get("val"))):
@@ -245,16 +249,10 @@ def _consume_launch(call: Call) -> Any:
 
 
 def _hop_refusal(call: Call) -> Refused:
-    name = target_name(call.node)
     if any(n in mutated_inputs(call.node) for n in call.changed):
-        written = inner_op(call.node) if name.startswith("auto_functionalized") else name
-        return _refusal(call, Reason.MUTATED, f"({written}) writes it")
+        return _refusal(call, Reason.MUTATED, f"({called_op(call.node)}) writes it")
     if is_attention(call.node):
         return _refusal(call, Reason.UNTAGGED_OP, "is an attention op without a stride tag")
-    if name.startswith("auto_functionalized"):
-        return _refusal(
-            call, Reason.OPAQUE_CONSUMER, f"({inner_op(call.node)}) may read it by fixed strides"
-        )
     return _refusal(call, Reason.SUBGRAPH_BOUNDARY, "takes it into a subgraph")
 
 
@@ -267,9 +265,10 @@ def _bound_refusal(call: Call, tag: StrideTag | None) -> Refused:
         )
     if tag is not None:
         return _refusal(call, Reason.UNTAGGED_OP, f"is unverified ({tag.evidence})")
-    if tags.qkv_arguments(call.node.target):
+    if tags.qkv_arguments(called_op(call.node)):
         return _refusal(call, Reason.UNTAGGED_OP, "has no stride tag")
-    return _refusal(call, Reason.OPAQUE_CONSUMER, "may depend on its layout")
+    what = f"({called_op(call.node)}) " if is_functionalized(call.node) else ""
+    return _refusal(call, Reason.OPAQUE_CONSUMER, f"{what}may depend on its layout")
 
 
 def _pending(arguments: Any) -> list[Pending]:
@@ -318,7 +317,7 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
         what = ", ".join([n for n in names if n not in tag.operands] + [n.name for n in loose])
         reason = Reason.BACKWARD_NOT_CAPABLE if call.in_backward else Reason.OPAQUE_CONSUMER
         raise _refusal(call, reason, f"is not tagged for {what}")
-    if named := [a.name for a in _op(call.node)._schema.arguments if "stride" in a.name]:
+    if named := [a.name for a in called_op(call.node)._schema.arguments if "stride" in a.name]:
         what = f"takes strides as arguments ({', '.join(named)}), which were fixed when traced"
         raise _refusal(call, Reason.OPAQUE_CONSUMER, what)
     site = _site(call, tag, after)
@@ -338,6 +337,8 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
 
 def _bind(call: Call, arguments: tuple[Any, Any]) -> dict[str, Any]:
     args, kwargs = arguments
+    if is_functionalized(call.node):
+        return kwargs
     return dict(zip([a.name for a in _op(call.node)._schema.arguments], args)) | kwargs
 
 
@@ -434,7 +435,7 @@ def _first(value: Any) -> str:
 def _site(call: Call, tag: StrideTag, after: dict[str, Any]) -> Site:
     first = next(after[n] for n in tag.operands if isinstance(after.get(n), Tensor))
     masks = [v for n, v in after.items() if ("mask" in n or "bias" in n) and isinstance(v, Tensor)]
-    return tags.site_of(call.node.target, first, bool(masks), call.needs_grad)
+    return tags.site_of(called_op(call.node), first, bool(masks), call.needs_grad)
 
 
 @dataclass
@@ -526,7 +527,7 @@ class Propagation:
         for value in (copy, self.facts.sources[copy]):
             root = self.facts.root[value]
             if (writer := self.facts.written.get(root)) is not None:
-                inner = f" ({inner_op(writer)})" if target_name(writer).startswith("auto_") else ""
+                inner = f" ({called_op(writer)})" if is_functionalized(writer) else ""
                 raise Refused(
                     Reason.MUTATED,
                     f"{writer.name} ({target_name(writer)}){inner} writes the memory of "
@@ -694,6 +695,8 @@ class Propagation:
             return
         aliased = [n for n in node.all_input_nodes if overlay.touches(n)]
         aliased = [n for n in aliased if overlay.value(n) is not n.meta.get("val")]
+        if is_functionalized(node):  # what it only reads may be a view, as for any op
+            aliased = [n for n in aliased if n in mutated_inputs(node)]
         if not aliased:
             return
         call.changed = call.changed or aliased
