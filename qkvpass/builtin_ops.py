@@ -481,7 +481,7 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         QKV,
         "unverified",
         "FlashAttention 4 is plain Python, so a graph cannot see it: call"
-        " torch.ops.qkvpass.flash_attn_4 of qkvpass.ops instead",
+        " torch.ops.qkvpass.flash_attn_4 (import qkvpass.ops), whose own row applies",
         known_as=("fa4",),
     ),
     # vLLM.

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -185,7 +186,10 @@ def cpu_arch() -> str:
     """``"cpu_"`` and what picks torch's kernels: its vector set, and AMX where there is any."""
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return f"cpu_{capability}" + ("_amx" if amx else "")
+    # oneDNN, which has the AMX kernels, can be told to leave them.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
+    allowed = limit.upper() in ("ALL", "DEFAULT") or "AMX" in limit.upper()
+    return f"cpu_{capability}" + ("_amx" if amx and allowed else "")
 
 
 def library_of(op: torch._ops.OpOverload) -> str:

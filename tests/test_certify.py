@@ -632,3 +632,16 @@ def test_the_library_of_a_triton_op_is_its_script_and_triton(monkeypatch) -> Non
 def test_an_op_that_wraps_a_kernel_has_the_kernels_version() -> None:
     op = resolve("qkvpass::flash_attn_4")
     assert evidence.library_of(op) == "flash-attn-4"
+
+
+@pytest.mark.parametrize(
+    ("limit", "amx"),
+    [(None, True), ("ALL", True), ("AVX512_CORE_AMX", True), ("AVX512_CORE_BF16", False)],
+)
+def test_a_cpu_whose_amx_is_switched_off_is_another(limit, amx, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert evidence.cpu_arch.__wrapped__().endswith("_amx") is amx
