@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from . import store
-from .compat import compile_with_inductor, stop_after_joint_passes
+from .compat import compile_with_inductor, patches_of_mode, stop_after_joint_passes
 from .graph_pass import NOT_KEPT, Options, StridedQKVPass, capture, deliver, listen
 from .report import Report
 from .slots import SLOT, Shared, behind, behind_current
@@ -46,11 +46,11 @@ class Backend:
         ours = StridedQKVPass(self.options)
         given = kwargs.get("options") or {}
         chain = behind(given[SLOT], ours) if SLOT in given else behind_current(ours)
-        patches = {**given, SLOT: chain}
-        key = store.key_of(gm, example_inputs, ours.uuid())
+        patches = {**patches_of_mode(kwargs.get("mode")), **given, SLOT: chain}
+        key = store.key_of(gm, example_inputs, chain.uuid(), patches)
         reports: list[Report] = []
         with listen(reports.append, text=False):
-            compiled = compile_with_inductor(gm, example_inputs, patches, kwargs.get("mode"))
+            compiled = compile_with_inductor(gm, example_inputs, patches)
         if not reports:
             self._deliver_stored(key)
         elif key is not None:

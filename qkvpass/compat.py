@@ -32,7 +32,9 @@ __all__ = [
     "held_before",
     "inductor_cache_folder",
     "no_new_guards",
+    "patches_of_mode",
     "saved_tensor_hooks_active",
+    "settings",
     "sort_topologically",
     "stop_after_joint_passes",
     "triton_constants",
@@ -111,15 +113,27 @@ def _priors() -> Iterator[dict[str, Any]]:
             yield cells["prior"].cell_contents
 
 
+def patches_of_mode(mode: str | None) -> dict[str, Any]:
+    """The settings of Inductor that a mode of ``torch.compile`` stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode and mode != "default" else {}
+
+
+def settings(patches: dict[str, Any]) -> str:
+    """Inductor's config under ``patches`` as text, without passes and what no graph depends on."""
+    from torch._inductor import config
+
+    with config.patch(patches):
+        return repr(sorted(config.save_config_portable(ignore_private_configs=False).items()))
+
+
 def compile_with_inductor(
-    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any], mode: str | None
+    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any]
 ) -> Any:
     """Stock Inductor under ``patches``, which hold for a lazily compiled backward too."""
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    if mode and mode != "default":
-        patches = {**list_mode_options(mode), **patches}
     return compile_fx(gm, inputs, config_patches=patches)
 
 

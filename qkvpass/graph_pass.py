@@ -17,7 +17,12 @@ import torch
 from torch.fx import Graph
 
 from . import tags, triton_tags
-from .compat import CustomGraphPass, hash_files, sort_topologically
+from .compat import (
+    CustomGraphPass,
+    hash_files,
+    saved_tensor_hooks_active,
+    sort_topologically,
+)
 from .decide import decide
 from .edit import apply
 from .match import Facts
@@ -163,7 +168,7 @@ class StridedQKVPass(CustomGraphPass):
         deliver(report)
 
     def uuid(self) -> Any | None:
-        """What a compiled graph depends on: source, tags, options, versions and switches.
+        """What a compiled graph depends on: source, tags, options, versions, switches and hooks.
 
         None, and so an uncached compile, where a tag's condition cannot be told apart.
         """
@@ -175,7 +180,8 @@ class StridedQKVPass(CustomGraphPass):
             return None
         switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
-        return (_source_hash(), key, triton_tags.key(), self.options, switches, versions)
+        hooked = saved_tensor_hooks_active()
+        return (_source_hash(), key, triton_tags.key(), self.options, switches, versions, hooked)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StridedQKVPass) and other.options == self.options
