@@ -74,6 +74,7 @@ JOBS: dict[str, Callable[[Path], None]] = {
 def main(job: str, file: Path) -> None:
     tag()
     inductor_config.deterministic = True
+    inductor_config.cpp_cache_precompile_headers = False  # costs more than the few kernels here
     if job != "save":
         JOBS[job](file)
     results = {name: compiled(train, make()) for name, (train, make) in WAYS.items()}
@@ -210,10 +211,6 @@ def other_triton_tag(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_tags, "key", lambda: "another")
 
 
-def no_change(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return {}
-
-
 # What it does, and the options to compile with then.
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "tag": lambda patch: standins.tag("aware", "q", "k"),
@@ -254,7 +251,7 @@ def found(options: dict[str, Any] | None) -> dict[str, int]:
 def test_what_a_decision_depends_on_is_in_the_key(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    miss, hit = {"miss": 2, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}
+    miss = {"miss": 2, "hit": 0, "bypass": 0}
     with caches_on():
         assert found({}) == miss
         with monkeypatch.context() as patch:
@@ -264,7 +261,7 @@ def test_what_a_decision_depends_on_is_in_the_key(
         if change == "an unrelated tag":
             qkvpass.unregister_stride_tag("standin::blind")
         after = found({})
-    assert after["hit"] and not after["miss"] and not after["bypass"], hit
+    assert after["hit"] and not after["miss"] and not after["bypass"]
 
 
 def hooked_gradient(hooks: bool) -> tuple[Tensor, list[str]]:
@@ -368,17 +365,8 @@ def test_options_hold_nothing_of_the_users() -> None:
         twins = [pickle.loads(pickle.dumps(options)), copy.deepcopy(options)]
     assert twins == [options, options] and qkvpass.inductor_options() != options
     (one,) = options.values()
-    assert {type(part) for part in _parts(one)} == {
-        *(type(one), qkvpass.StridedQKVPass, qkvpass.Options, str, bool)
-    }
-
-
-def _parts(value: Any) -> list[Any]:
-    """An object and all that its attributes lead to."""
-    return [
-        value,
-        *(part for held in getattr(value, "__dict__", {}).values() for part in _parts(held)),
-    ]
+    assert vars(one) == {"ours": qkvpass.StridedQKVPass(qkvpass.Options(evidence="certified"))}
+    assert {type(held) for held in vars(one.ours.options).values()} == {str, bool}
 
 
 if __name__ == "__main__":
