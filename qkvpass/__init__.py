@@ -3,6 +3,7 @@
 from .backend import backend, configured, explain, inductor_options
 from .certificate import Certificate
 from .certify import certify
+from .exported import rewrite
 from .graph_pass import Options, StridedQKVPass, capture
 from .layout import StrideContract
 from .reason import Reason
@@ -38,6 +39,7 @@ __all__ = [
     "inductor_options",
     "register_stride_tag",
     "register_triton_stride_tag",
+    "rewrite",
     "stride_capable",
     "stride_tags",
     "unregister_stride_tag",

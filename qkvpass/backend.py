@@ -9,50 +9,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from . import store
-from .compat import CustomGraphPass, compile_with_inductor, stop_after_joint_passes
-from .graph_pass import Options, StridedQKVPass, capture, deliver, disabled, listen
+from .compat import compile_with_inductor, patches_of_mode, stop_after_joint_passes
+from .graph_pass import NOT_KEPT, Options, StridedQKVPass, capture, deliver, listen
 from .report import Report
+from .slots import SLOT, Shared, behind, behind_current
 
 _calls = itertools.count()
-_SLOT = "joint_custom_post_pass"
-
-
-class Chain(CustomGraphPass):
-    """The user's own pass of a slot, then ours. One callable: torch 2.11 takes no lists."""
-
-    def __init__(self, passes: tuple[Callable[[Graph], None], ...]) -> None:
-        self.passes = passes
-
-    def __call__(self, graph: Graph) -> None:
-        for one in self.passes:
-            one(graph)
-
-    def uuid(self) -> Any | None:
-        ids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
-        return None if None in ids else tuple(ids)
 
 
 def inductor_options(**options: Any) -> dict[str, Any]:
     """Inductor options that add the pass: for ``torch.compile(options=…)`` and AOTInductor.
 
-    A pass that the user keeps in the same slot by the time of this call runs first.
+    What the user keeps in the same slot of Inductor's config when a graph is compiled runs first.
 
     Args:
         options: fields of :class:`Options`.
     """
-    return {_SLOT: _with_users_pass(StridedQKVPass(Options(**options)))}
-
-
-def _with_users_pass(ours: StridedQKVPass) -> CustomGraphPass:
-    from torch._inductor import config
-
-    slot = getattr(config, _SLOT)
-    users = tuple(slot) if isinstance(slot, (list, tuple)) else () if slot is None else (slot,)
-    users = tuple(one for one in users if not isinstance(one, (Chain, StridedQKVPass)))
-    return Chain((*users, ours)) if users else ours
+    return {SLOT: Shared(StridedQKVPass(Options(**options)))}
 
 
 class Backend:
@@ -68,11 +44,13 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
         ours = StridedQKVPass(self.options)
-        patches = {_SLOT: _with_users_pass(ours), **(kwargs.get("options") or {})}
-        key = store.key_of(gm, example_inputs, ours.uuid())
+        given = kwargs.get("options") or {}
+        chain = behind(given[SLOT], ours) if SLOT in given else behind_current(ours)
+        patches = {**patches_of_mode(kwargs.get("mode")), **given, SLOT: chain}
+        key = store.key_of(gm, example_inputs, chain.uuid(), patches)
         reports: list[Report] = []
         with listen(reports.append, text=False):
-            compiled = compile_with_inductor(gm, example_inputs, patches, kwargs.get("mode"))
+            compiled = compile_with_inductor(gm, example_inputs, patches)
         if not reports:
             self._deliver_stored(key)
         elif key is not None:
@@ -81,12 +59,9 @@ class Backend:
 
     def _deliver_stored(self, key: str | None) -> None:
         """The pass did not run: the compiled code came from a cache."""
-        if not self.options.enabled or disabled():
+        if not StridedQKVPass(self.options).enabled:
             return
-        missing = Report(
-            (), (), "", "", cached=True, notes=("from a cache; no report was kept for it",)
-        )
-        for report in (store.load(key) if key is not None else []) or [missing]:
+        for report in (store.load(key) if key is not None else []) or [NOT_KEPT]:
             deliver(report)
 
 
@@ -124,7 +99,7 @@ def explain(
 
     def explainer(gm: GraphModule, example_inputs: list[Any]) -> Any:
         with listen(reports.append):
-            patches = {_SLOT: _with_users_pass(StridedQKVPass())}
+            patches = {SLOT: behind_current(StridedQKVPass())}
             return stop_after_joint_passes(gm, example_inputs, patches)
 
     compiled = torch.compile(_fresh(model), backend=explainer, dynamic=dynamic)
@@ -147,4 +122,4 @@ def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
 
 
-__all__ = ["Backend", "Chain", "backend", "capture", "configured", "explain", "inductor_options"]
+__all__ = ["Backend", "backend", "capture", "configured", "explain", "inductor_options"]

@@ -6,6 +6,8 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,16 +27,23 @@ __all__ = [
     "detect_fake_mode",
     "extract_tensor_metadata",
     "compile_with_inductor",
+    "config_value",
+    "decomposes",
     "function_behind",
+    "has_gradient",
     "hash_files",
+    "held_before",
     "inductor_cache_folder",
     "is_triton_op",
     "no_new_guards",
+    "patches_of_mode",
     "saved_tensor_hooks_active",
+    "settings",
     "sort_topologically",
     "stop_after_joint_passes",
     "triton_constants",
     "triton_kernel",
+    "with_graph_module",
 ]
 
 
@@ -76,15 +85,59 @@ def hash_files(paths: tuple[str, ...]) -> bytes:
     return bytes(_hash_for_files(paths))
 
 
+def config_value(key: str) -> Any:
+    """What a key of Inductor's config holds now."""
+    from torch._inductor import config
+
+    return getattr(config, key)
+
+
+def held_before(key: str, ours: type) -> Any:
+    """What a key of Inductor's config held until a patch put an instance of ``ours`` there.
+
+    A patch keeps what it must put back, under the key object that it was given: that tells
+    the patch that was given ``key`` itself from a user's around it.
+    """
+    priors = [p for p in _priors() if key in p and not isinstance(p[key], ours)]
+    exact = [p[key] for p in priors if any(name is key for name in p)]
+    return next(iter(exact or [p[key] for p in priors if p[key] is not None]), None)
+
+
+def _priors() -> Iterator[dict[str, Any]]:
+    """What every config patch in force will put back."""
+    from torch.utils._config_module import ContextDecorator
+
+    for variable, stack in contextvars.copy_context().items():  # torch 2.13 and later
+        if variable.name.startswith("torch._inductor.config.ConfigPatch["):
+            yield from stack
+    for patch in ContextDecorator.__subclasses__():  # torch 2.11: one class a patch
+        enter = patch.__enter__
+        cells = dict(zip(enter.__code__.co_freevars, enter.__closure__ or ()))
+        if "prior" in cells:
+            yield cells["prior"].cell_contents
+
+
+def patches_of_mode(mode: str | None) -> dict[str, Any]:
+    """The settings of Inductor that a mode of ``torch.compile`` stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode and mode != "default" else {}
+
+
+def settings(patches: dict[str, Any]) -> str:
+    """Inductor's config under ``patches`` as text, without passes and what no graph depends on."""
+    from torch._inductor import config
+
+    with config.patch(patches):
+        return repr(sorted(config.save_config_portable(ignore_private_configs=False).items()))
+
+
 def compile_with_inductor(
-    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any], mode: str | None
+    gm: torch.fx.GraphModule, inputs: list[Any], patches: dict[str, Any]
 ) -> Any:
     """Stock Inductor under ``patches``, which hold for a lazily compiled backward too."""
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    if mode and mode != "default":
-        patches = {**list_mode_options(mode), **patches}
     return compile_fx(gm, inputs, config_patches=patches)
 
 
@@ -113,6 +166,33 @@ def stop_after_joint_passes(
 def saved_tensor_hooks_active() -> bool:
     """Whether saved tensors go through hooks of the user's, by what is in force now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def decomposes(op: torch._ops.OpOverload) -> bool:
+    """Whether an op is a composite of others, in every respect."""
+    return _has_kernel(op, "CompositeImplicitAutograd")
+
+
+def has_gradient(op: torch._ops.OpOverload) -> bool:
+    """Whether autograd has a formula for an op, or for the ops that it is made of."""
+    from torch._library.custom_ops import OPDEFS
+
+    if (definition := OPDEFS.get(op._schema.name)) is not None:  # has a kernel in any case
+        return definition._backward_fn is not None
+    keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+    return any(_has_kernel(op, key) for key in keys)
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def with_graph_module(
+    program: torch.export.ExportedProgram, gm: torch.fx.GraphModule
+) -> torch.export.ExportedProgram:
+    """``program`` with another graph of the same signature, verified."""
+    gm.meta.update(program.graph_module.meta)
+    return program._update(gm, copy.deepcopy(program.graph_signature))
 
 
 def inductor_cache_folder() -> str:

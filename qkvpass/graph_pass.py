@@ -17,18 +17,39 @@ import torch
 from torch.fx import Graph
 
 from . import tags, triton_tags
-from .compat import CustomGraphPass, hash_files, sort_topologically
+from .compat import (
+    CustomGraphPass,
+    hash_files,
+    saved_tensor_hooks_active,
+    sort_topologically,
+)
 from .decide import decide
+from .edit import apply
 from .match import Facts
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
-from .rewrite import apply
 
 log = logging.getLogger("qkvpass")
 
 Listener: TypeAlias = Callable[[Report], None]
-# Who hears of reports in this thread, and whether they want the graph's text in them.
-_listeners: contextvars.ContextVar[tuple[tuple[Listener, bool], ...]] = contextvars.ContextVar(
+NOT_KEPT = Report((), (), "", "", cached=True, notes=("from a cache; no report was kept for it",))
+
+
+@dataclass
+class _Hearing:
+    """One who hears of reports in this thread.
+
+    Args:
+        text: whether they want the graph's text in them.
+        asked: whether a compile looked for its graph in a cache, under the pass's name.
+    """
+
+    listener: Listener
+    text: bool
+    asked: bool = False
+
+
+_listeners: contextvars.ContextVar[tuple[_Hearing, ...]] = contextvars.ContextVar(
     "qkvpass_listeners", default=()
 )
 
@@ -42,6 +63,8 @@ class Options:
         target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
         evidence: ``"declared"`` trusts every tag; ``"certified"`` only one with a certificate
             that counts for this op, library, architecture and dtype.
+        autograd: whether autograd may run over the rewritten graph, by backward ops that the
+            graph does not show.
 
     Raises:
         ValueError: for another target or evidence.
@@ -50,6 +73,7 @@ class Options:
     enabled: bool = True
     target: str = "inductor"
     evidence: str = "declared"
+    autograd: bool = False
 
     def __post_init__(self) -> None:
         if self.target not in ("inductor", "eager"):
@@ -64,33 +88,43 @@ def capture() -> Iterator[list[Report]]:
 
     Returns:
         A list that fills as graphs are compiled. A graph that comes from a warm cache has
-        a report marked ``cached``.
+        a report marked ``cached``. Under :func:`inductor_options` none is kept; where all
+        graphs came from a cache, one empty report says so in the end.
     """
     reports: list[Report] = []
-    with listen(reports.append):
+    with listen(reports.append) as hearing:
         yield reports
+    if hearing.asked and not reports:
+        reports.append(NOT_KEPT)
 
 
 @contextlib.contextmanager
-def listen(listener: Listener, text: bool = True) -> Iterator[None]:
+def listen(listener: Listener, text: bool = True) -> Iterator[_Hearing]:
     """Hand every report of this thread to ``listener``, with the graphs as text or without."""
-    token = _listeners.set((*_listeners.get(), (listener, text)))
+    hearing = _Hearing(listener, text)
+    token = _listeners.set((*_listeners.get(), hearing))
     try:
-        yield
+        yield hearing
     finally:
         _listeners.reset(token)
 
 
 def deliver(report: Report) -> None:
     """Hand a report to everybody who listens in this thread."""
-    for listener, _ in _listeners.get():
-        listener(report)
+    for hearing in _listeners.get():
+        hearing.listener(report)
     log.info("%s", report)
+
+
+def asked_for_key() -> None:
+    """A compile looks for its graph in a cache. If it finds one, the pass will not run."""
+    for hearing in _listeners.get():
+        hearing.asked = True
 
 
 def text_wanted() -> bool:
     """Whether anybody will read the graph's text; rendering it takes longer than deciding."""
-    return any(text for _, text in _listeners.get()) or log.isEnabledFor(logging.DEBUG)
+    return any(hearing.text for hearing in _listeners.get()) or log.isEnabledFor(logging.DEBUG)
 
 
 class StridedQKVPass(CustomGraphPass):
@@ -111,13 +145,18 @@ class StridedQKVPass(CustomGraphPass):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether neither the options nor the environment turn it off."""
+        return self.options.enabled and not disabled()
+
     def __call__(self, graph: Graph) -> None:
         """Rewrite ``graph`` in place, or leave it as it was.
 
         Raises:
             Exception: any fault, under ``QKVPASS_STRICT=1``; else it is logged, once.
         """
-        if not self.options.enabled or disabled():
+        if not self.enabled:
             return
         try:
             report = run(graph, self.options)
@@ -129,7 +168,7 @@ class StridedQKVPass(CustomGraphPass):
         deliver(report)
 
     def uuid(self) -> Any | None:
-        """What a compiled graph depends on: source, tags, options, versions and switches.
+        """What a compiled graph depends on: source, tags, options, versions, switches and hooks.
 
         None, and so an uncached compile, where a tag's condition cannot be told apart.
         """
@@ -141,7 +180,8 @@ class StridedQKVPass(CustomGraphPass):
             return None
         switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
-        return (_source_hash(), key, triton_tags.key(), self.options, switches, versions)
+        hooked = saved_tensor_hooks_active()
+        return (_source_hash(), key, triton_tags.key(), self.options, switches, versions, hooked)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StridedQKVPass) and other.options == self.options
@@ -170,7 +210,7 @@ def run(graph: Graph, options: Options) -> Report:
     start = time.perf_counter()
     if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
         sort_topologically(graph)
-    facts = Facts(graph)
+    facts = Facts(graph, options.autograd)
     wanted = text_wanted()
     decisions = decide(facts, options.target, _limit(), options.evidence == "certified")
     copies = decisions_of(facts, decisions)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from . import tags, triton_tags
 from .certificate import Certificate
+from .compat import decomposes
 from .layout import Int, Layout, NotAView, StridedView, known, product, same
 from .tags import StrideTag
 from .views import is_view, recompose
@@ -69,8 +70,15 @@ FRESH = frozenset(
 # Attention that is a higher-order op: seen, never tagged.
 HOP_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
 
-# Higher-order ops that may write any of their operands.
-WRITING_HOPS = frozenset({"triton_kernel_wrapper_mutation", "with_effects"})
+# Higher-order ops that may write any of their operands, or return them.
+WRITING_HOPS = frozenset(
+    {
+        "triton_kernel_wrapper_mutation",
+        "with_effects",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -189,10 +197,15 @@ class Facts:
     """What the decisions need to know of a graph, read once, in time linear in its size.
 
     The graph is not changed here, and these facts describe it as it was.
+
+    Args:
+        graph: functional or not.
+        autograd: whether autograd may run over it.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, autograd: bool = False) -> None:
         self.graph = graph
+        self.autograd = autograd
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.root: dict[Node, Node] = {}  # the node whose buffer a value lies in
@@ -209,15 +222,28 @@ class Facts:
         if (source := copy_source(node)) is not None:
             self.sources[node] = source
         aliases = bool(inputs) and source is None and (is_view(node) or aliases_input(node))
-        self.root[node] = self.root[inputs[0]] if aliases else node
+        base = inputs[0] if aliases else returned_operand(node)
+        self.root[node] = self.root[base] if base is not None else node
         if str(node.target).startswith("tangents") or any(n in self.backward for n in inputs):
             self.backward.add(node)
         for mutated in mutated_inputs(node):
-            self.written.setdefault(self.root[mutated], node)
+            for root in self._roots(mutated):
+                self.written.setdefault(root, node)
         if is_attention(node):
             self.attention.append(node)
         if isinstance(node.meta.get("val"), torch.SymInt):
             self.sizes.append(node)
+
+    def _roots(self, node: Node) -> set[Node]:
+        """Every buffer that a value may lie in."""
+        stack, found = [self.root[node]], {self.root[node]}
+        while stack:
+            if not may_return_input(node := stack.pop()):
+                continue
+            roots = {self.root[source] for source in node.all_input_nodes} - found
+            found |= roots
+            stack.extend(roots)
+        return found
 
     @functools.cached_property
     def attention_set(self) -> frozenset[Node]:
@@ -249,9 +275,8 @@ class Facts:
         for user in sorted(node.users, key=self.order.__getitem__):
             if user.op == "output" or is_hop(user) or node in mutated_inputs(user):
                 return user
-            if (self.is_view(user) or aliases_input(user)) and (
-                found := self.borders(user)
-            ) is not None:
+            aliases = self.is_view(user) or aliases_input(user) or may_return_input(user)
+            if aliases and (found := self.borders(user)) is not None:
                 return found
         return None
 
@@ -264,6 +289,26 @@ def aliases_input(node: Node) -> bool:
     return any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
+
+
+def returned_operand(node: Node) -> Node | None:
+    """The operand that an in-place op writes and returns; None for any other."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    writes = any(r.alias_info is not None and r.alias_info.is_write for r in target._schema.returns)
+    return next(iter(mutated_inputs(node)), None) if writes else None
+
+
+def may_return_input(node: Node) -> bool:
+    """Whether an op may return its input although its schema does not say so.
+
+    A composite may: dropout that is off does, and einsum that only permutes.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target in MATMULS or is_view(node):
+        return False
+    return decomposes(target) and not _is_attention_op(target)
 
 
 def mutated_inputs(node: Node) -> list[Node]:

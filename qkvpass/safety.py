@@ -21,7 +21,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from . import tags, triton_tags
-from .compat import NewGuard, detect_fake_mode, no_new_guards, saved_tensor_hooks_active
+from .compat import (
+    NewGuard,
+    detect_fake_mode,
+    has_gradient,
+    no_new_guards,
+    saved_tensor_hooks_active,
+)
 from .layout import (
     ALLOCATED,
     Int,
@@ -183,6 +189,7 @@ class Call:
     in_backward: bool = False
     needs_grad: bool = False
     certified_only: bool = False
+    autograd: bool = False
     root_of: Callable[[Node], Node] = lambda node: node
 
 
@@ -326,13 +333,28 @@ def _consume_tagged(call: Call, tag: StrideTag) -> Any:
     if call.certified_only and tags.certificate_of(site) is None:
         why = f'is {tag.status}, and evidence="certified" asks for a certificate that counts here'
         raise _refusal(call, Reason.TAG_CONDITION, why)
+    contracts = [tag, *_check_backward(call, site)]
     for name in names:
-        _check_contract(
-            call, tag, name, after[name], pointer_of(call.root_of(nodes[name]), after[name])
-        )
+        pointer = pointer_of(call.root_of(nodes[name]), after[name])
+        for one in contracts:
+            _check_contract(call, one, name, after[name], pointer)
     for group in tag.contract.together:
         _check_together(call, group, after)
     return _check_output(call, tag, after, rerun(call))
+
+
+def _check_backward(call: Call, site: Site) -> list[StrideTag]:
+    """Tags of the backward that autograd would run, outside of this graph."""
+    if not call.autograd or not has_gradient(called_op(call.node)):
+        return []
+    capable = tags.backward_tags(called_op(call.node))
+    if not any(tag.when is None or tag.when(site) is None for tag in capable):
+        why = (
+            "has a backward without a stride tag, which autograd may run; "
+            "for inference alone, rewrite under torch.no_grad()"
+        )
+        raise _refusal(call, Reason.BACKWARD_NOT_CAPABLE, why)
+    return capable
 
 
 def _bind(call: Call, arguments: tuple[Any, Any]) -> dict[str, Any]:
@@ -541,11 +563,12 @@ class Propagation:
         The copy was private. A view of a buffer that the caller holds is not: it may be
         written between forward and backward, and no version counter tells.
         """
-        if not self.facts.has_backward or copy in self.facts.backward:
+        facts = self.facts
+        if copy in facts.backward or not (facts.has_backward or facts.autograd):
             return
         root = overlay.root_of(copy, self.facts)
         hooked = saved_tensor_hooks_active()
-        shared = root.op in ("placeholder", "get_attr") or root in self.facts.returned
+        shared = root.op in ("placeholder", "get_attr") or root in facts.returned
         if not (hooked or shared) or (reader := self._read_in_backward(copy, overlay)) is None:
             return
         if shared:
@@ -561,13 +584,19 @@ class Propagation:
         stack, seen = [copy], {copy}
         while stack:
             for user in stack.pop().users:
-                if user in self.facts.backward:
+                if user in self.facts.backward or self._saves(user):
                     return user
                 again = self.facts.is_view(user) or is_pointwise(user.target)
                 if user not in seen and (again or overlay.is_removed(user)):
                     seen.add(user)
                     stack.append(user)
         return None
+
+    def _saves(self, node: Node) -> bool:
+        """Whether autograd may keep the inputs of a node for a backward outside of the graph."""
+        if not self.facts.autograd or not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        return not self.facts.is_view(node) and has_gradient(node.target)
 
     def _update(self, node: Node, overlay: Overlay) -> bool:
         """Recompute one node; whether its users must look again."""
@@ -734,6 +763,7 @@ class Propagation:
             in_backward=node in self.facts.backward,
             needs_grad=self.facts.has_backward,
             certified_only=self.certified_only,
+            autograd=self.facts.autograd,
             root_of=lambda n: overlay.root_of(n, self.facts),
         )
 

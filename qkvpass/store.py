@@ -12,21 +12,35 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from .compat import inductor_cache_folder
+from .compat import inductor_cache_folder, settings
 from .report import Report
 
 
-def key_of(gm: GraphModule, inputs: list[Any], uuid: Any) -> str | None:
-    """Names what a compile of ``gm`` would decide; None where the pass has no identity."""
+def key_of(gm: GraphModule, inputs: list[Any], uuid: Any, patches: dict[str, Any]) -> str | None:
+    """Names what a compile of ``gm`` would decide; None where a pass has no identity.
+
+    Args:
+        gm: as Dynamo traced it.
+        inputs: to call it with.
+        uuid: of all passes in the slot.
+        patches: of Inductor's config, for this compile.
+    """
     if uuid is None:
         return None
-    parts = [repr(uuid), str(torch.is_grad_enabled()), *(_describe(value) for value in inputs)]
+    parts = [repr(uuid), _ambient(), settings(patches), *(_describe(value) for value in inputs)]
     parts += [
         f"{name} {module.code}"
         for name, module in gm.named_modules()
         if isinstance(module, GraphModule)
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _ambient() -> str:
+    """Switches of torch that change the graph which a pass meets."""
+    devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    autocast = [(device, torch.get_autocast_dtype(device)) for device in devices]
+    return repr((torch.is_grad_enabled(), torch.get_default_dtype(), autocast))
 
 
 def _describe(value: Any) -> str:

@@ -353,6 +353,16 @@ def _rank(tag: StrideTag) -> tuple[bool, bool, bool]:
     return tag.by != "user", tag.is_pattern, "." not in tag.op
 
 
+def backward_tags(target: torch._ops.OpOverload) -> list[StrideTag]:
+    """Capable tags of what may run as the backward of an op."""
+    name, _ = qualified(target)
+    return [
+        tag
+        for tag in stride_tags()
+        if tag.status.capable and fnmatch.fnmatchcase(name, tag.backward_of or "")
+    ]
+
+
 def _torch_tag(target: torch._ops.OpOverload, status: Status, tag: str) -> StrideTag:
     return StrideTag(
         op=qualified(target)[0],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 import qkvpass
-from qkvpass import policy, rewrite, safety
+from qkvpass import edit, policy, safety
 
 HEADS, HEAD_DIM, TOKENS = 4, 16, 64
 WIDTH = HEADS * HEAD_DIM
@@ -123,7 +123,7 @@ def test_unpatched() -> None:
 
 def test_without_the_recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering makes the copies again, to honour the layouts of the eager trace."""
-    monkeypatch.setattr(rewrite, "_record_layouts", lambda journal, node: None)
+    monkeypatch.setattr(edit, "_record_layouts", lambda journal, node: None)
     outcome = compiled(Layer())
     assert removed(outcome) == ["q", "k", "v"], "the report is none the wiser"
     with pytest.raises(AssertionError):
@@ -171,7 +171,7 @@ def test_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         return safety.rerun(call) if bound else call.node.meta.get("val")
 
     monkeypatch.setattr(safety, "consume", lax)
-    monkeypatch.setattr(rewrite, "consume", lax)
+    monkeypatch.setattr(edit, "consume", lax)
     gm = standins.trace(blind_layer, torch.randn(TOKENS, 8), torch.randn(8, 3 * WIDTH))
     outcome = standins.apply_pass(gm)
     assert [str(copy.reason) for copy in outcome.report.copies] == ["removed"] * 3

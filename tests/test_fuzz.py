@@ -27,7 +27,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx import GraphModule, Interpreter, Node
 
 import qkvpass
-from qkvpass import rewrite as rewriting
+from qkvpass import edit as rewriting
 from qkvpass import safety, tags
 from qkvpass.layout import Layout, StrideContract
 

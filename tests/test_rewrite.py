@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 import qkvpass
-from qkvpass import graph_pass, rewrite, safety
+from qkvpass import edit, graph_pass, safety
 from qkvpass.graph_pass import Options, StridedQKVPass, run
 from qkvpass.layout import Layout
 
@@ -38,7 +38,7 @@ STEPS = ["set_meta", "replace", "insert_before", "retarget", "_replace_input"]
 def test_a_fault_at_any_step_leaves_graph_and_metas_as_they_were(monkeypatch, step, call):
     graph = scaling.layered_graph(2)
     before = snapshot(graph)
-    honest, count = getattr(rewrite.Journal, step), 0
+    honest, count = getattr(edit.Journal, step), 0
 
     def faulty(self, *args, **kwargs):
         nonlocal count
@@ -47,7 +47,7 @@ def test_a_fault_at_any_step_leaves_graph_and_metas_as_they_were(monkeypatch, st
             raise RuntimeError("injected")
         return honest(self, *args, **kwargs)
 
-    monkeypatch.setattr(rewrite.Journal, step, faulty)
+    monkeypatch.setattr(edit.Journal, step, faulty)
     try:
         run(graph, Options())
     except RuntimeError as fault:
@@ -62,15 +62,15 @@ def test_the_audit_finds_a_wrong_edit_and_takes_it_back(monkeypatch):
     """A meta that its inputs do not give: the finished graph is checked, not believed."""
     graph = scaling.layered_graph(1)
     before = snapshot(graph)
-    honest = rewrite._set_value
+    honest = edit._set_value
 
     def wrong(journal, node, value):
         if node.target is operator.getitem:
             value = node.meta["val"]
         honest(journal, node, value)
 
-    monkeypatch.setattr(rewrite, "_set_value", wrong)
-    with pytest.raises(rewrite.RewriteFault, match="recorded in a layout"):
+    monkeypatch.setattr(edit, "_set_value", wrong)
+    with pytest.raises(edit.RewriteFault, match="recorded in a layout"):
         run(graph, Options())
     assert snapshot(graph) == before
 
@@ -186,7 +186,7 @@ def test_every_layout_bound_consumer_keeps_its_layout(monkeypatch):
         return honest(call)
 
     monkeypatch.setattr(safety, "consume", listening)
-    monkeypatch.setattr(rewrite, "consume", listening)
+    monkeypatch.setattr(edit, "consume", listening)
     run(scaling.layered_graph(1), Options())
     attention = "_scaled_dot_product_flash_attention_for_cpu_default"
     assert asked.count(attention) == 3  # the group, all decisions together, the finished graph

@@ -143,9 +143,9 @@ def test_with_the_rewriting_of_constants_switched_off_the_numbers_are_wrong(tagg
 
 def test_the_finished_graph_is_checked_for_stale_constants(tagged, monkeypatch):
     graph = launch_graph()
-    monkeypatch.setattr("qkvpass.rewrite.Journal.set_kwarg", lambda *args: None)
+    monkeypatch.setattr("qkvpass.edit.Journal.set_kwarg", lambda *args: None)
     before = str(graph)
-    with pytest.raises(qkvpass.rewrite.RewriteFault, match="constants"):
+    with pytest.raises(qkvpass.edit.RewriteFault, match="constants"):
         run(graph, Options())
     assert str(graph) == before
 
