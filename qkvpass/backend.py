@@ -12,7 +12,12 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from . import store
-from .compat import CustomGraphPass, compile_with_inductor, stop_after_joint_passes
+from .compat import (
+    CustomGraphPass,
+    compile_for_eager,
+    compile_with_inductor,
+    stop_after_joint_passes,
+)
 from .graph_pass import Options, StridedQKVPass, capture, deliver, disabled, listen
 from .report import Report
 
@@ -42,8 +47,16 @@ def inductor_options(**options: Any) -> dict[str, Any]:
 
     Args:
         options: fields of :class:`Options`.
+
+    Raises:
+        ValueError: for ``target="eager"``, which is no Inductor.
     """
-    return {_SLOT: _with_users_pass(StridedQKVPass(Options(**options)))}
+    given = Options(**options)
+    if given.target == "eager":
+        raise ValueError(
+            'target="eager" runs without Inductor; give backend=qkvpass.configured(target="eager")'
+        )
+    return {_SLOT: _with_users_pass(StridedQKVPass(given))}
 
 
 def _with_users_pass(ours: StridedQKVPass) -> CustomGraphPass:
@@ -56,7 +69,8 @@ def _with_users_pass(ours: StridedQKVPass) -> CustomGraphPass:
 
 
 class Backend:
-    """A torch.compile backend: Inductor with the pass added.
+    """A torch.compile backend: Inductor with the pass added, or for ``target="eager"`` the pass
+    alone, whose graphs then run op by op.
 
     Backends with equal options are one object (:func:`configured`), so that Dynamo, which
     compiles anew for each backend object, does so once.
@@ -68,6 +82,8 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
         ours = StridedQKVPass(self.options)
+        if self.options.target == "eager":
+            return _run_eagerly(gm, example_inputs, ours, kwargs)
         patches = {_SLOT: _with_users_pass(ours), **(kwargs.get("options") or {})}
         key = store.key_of(gm, example_inputs, ours.uuid())
         reports: list[Report] = []
@@ -90,10 +106,35 @@ class Backend:
             deliver(report)
 
 
-@functools.cache
+def _run_eagerly(
+    gm: GraphModule, example_inputs: list[Any], ours: StridedQKVPass, given: dict[str, Any]
+) -> Any:
+    """Rewrite, then run the graph as ``aot_eager`` would.
+
+    Raises:
+        ValueError: for a mode or options, which are Inductor's.
+    """
+    if given := {name: value for name, value in given.items() if value not in (None, "default")}:
+        raise ValueError(
+            f'target="eager" runs without Inductor and takes no mode or options; got {given}'
+        )
+    return compile_for_eager(gm, example_inputs, ours)
+
+
 def configured(**options: Any) -> Backend:
-    """The backend with these :class:`Options`; the same object for the same options."""
-    return Backend(Options(**options))
+    """The backend with these :class:`Options`; the same object for equal options.
+
+    ``configured(target="eager")`` rewrites the graphs and runs them op by op, without Inductor.
+
+    Raises:
+        ValueError: for an option's value that does not exist.
+    """
+    return _configured(Options(**options))
+
+
+@functools.cache
+def _configured(options: Options) -> Backend:
+    return Backend(options)
 
 
 backend = configured()

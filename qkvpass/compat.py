@@ -6,7 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "add_triton_constants",
     "detect_fake_mode",
     "extract_tensor_metadata",
+    "compile_for_eager",
     "compile_with_inductor",
     "hash_files",
     "inductor_cache_folder",
@@ -82,6 +83,37 @@ def compile_with_inductor(
     if mode and mode != "default":
         patches = {**list_mode_options(mode), **patches}
     return compile_fx(gm, inputs, config_patches=patches)
+
+
+def compile_for_eager(
+    gm: torch.fx.GraphModule, inputs: list[Any], rewrite: Callable[[torch.fx.Graph], None]
+) -> Any:
+    """What the backend ``aot_eager`` does, with ``rewrite`` run on each inference or joint graph.
+
+    No graph cache is asked: its key would not know of ``rewrite``.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as functorch_config
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        rewrite(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def infer(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        rewrite(graph.graph)
+        return boxed_nop(graph, example_inputs)
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=infer,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compiler(gm, inputs)
 
 
 def stop_after_joint_passes(
