@@ -13,6 +13,7 @@ from . import policy, tags, triton_tags
 from .match import Candidate, Facts, find_candidates, standing
 from .reason import Reason
 from .safety import Overlay, Propagation, Refused
+from .saved import Saved
 
 Verdict = tuple[Reason, str]
 
@@ -83,6 +84,7 @@ class _Chooser:
         self.target = target
         self.propagation = Propagation(facts, certified_only)
         self.memory = policy.Memory(facts, target)
+        self.saved = Saved(facts)
         self.accepted = Overlay()
         self.kept: dict[Node, Verdict] = {}
 
@@ -100,7 +102,7 @@ class _Chooser:
             )
             return
         site = first_sink(group[0], self.facts)
-        if (why := self.memory.growth(overlay, site)) is not None:
+        if (why := self._growth(overlay, site)) is not None:
             chosen, overlay = self._within_memory(chosen, site, why)
         if overlay is not None:
             overlay.merge()
@@ -147,6 +149,9 @@ class _Chooser:
             return True
         return any(not policy.is_rewritten_anyway(c, self.facts) for c in chosen)
 
+    def _growth(self, overlay: Overlay, site: Node) -> str | None:
+        return self.memory.growth(overlay, site) or self.saved.growth(overlay)
+
     def _within_memory(
         self, chosen: list[Candidate], site: Node, why: str
     ) -> tuple[list[Candidate], Overlay | None]:
@@ -159,7 +164,7 @@ class _Chooser:
                 overlay, _ = self._try(subset)
                 if overlay is None or not self._gains(list(subset), overlay):
                     continue
-                if self.memory.growth(overlay, site) is None:
+                if self._growth(overlay, site) is None:
                     self._keep((c for c in chosen if c not in subset), Reason.MEMORY_PINNED, why)
                     return list(subset), overlay
         self._keep(chosen, Reason.MEMORY_PINNED, why)
