@@ -39,22 +39,28 @@ class Saved:
         self.pinned: set[Node] = set()  # buffers that accepted removals hold
 
     def growth(self, overlay: Overlay) -> str | None:
-        """Why more would be held with the removals of ``overlay``, or None, which accepts them."""
-        pinned: set[Node] = set()
-        for root, copies in self._by_root(overlay).items():
-            reads = {copy: self._reads(copy, overlay) for copy in copies}
-            pinning = [c for c in copies if reads[c].direct or _saved_itself(c, reads)]
-            if not pinning:
-                continue
-            pinned.add(root)
-            size, spared = _size(root), sum(_size(c) for c in copies if reads[c].own)
+        """Why more would be held with the removals of ``overlay``, or None."""
+        for root, spared in self._pinned(overlay).items():
+            size = _size(root)
             if root not in self.pinned and size > spared and not self._is_held_anyway(root):
                 return (
                     f"all {size} bytes of {root.name} would be held for the backward, which holds "
                     f"{spared} bytes of copies instead"
                 )
-        self.pinned |= pinned
         return None
+
+    def accept(self, overlay: Overlay) -> None:
+        """Take it that the removals of ``overlay`` are made."""
+        self.pinned.update(self._pinned(overlay))
+
+    def _pinned(self, overlay: Overlay) -> dict[Node, int]:
+        """Buffers that saved views would hold, with the bytes of copies that are held now."""
+        found: dict[Node, int] = {}
+        for root, copies in self._by_root(overlay).items():
+            reads = {copy: self._reads(copy, overlay) for copy in copies}
+            if any(reads[c].direct or _saved_itself(c, reads) for c in copies):
+                found[root] = sum(_size(c) for c in copies if reads[c].own)
+        return found
 
     def _by_root(self, overlay: Overlay) -> dict[Node, list[Node]]:
         """Removed copies of the forward by the buffer that is read in their stead."""
