@@ -102,7 +102,10 @@ def compile_for_eager(
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def infer(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        rewrite(graph.graph)
+        for part in graph.modules():  # the graph, and the regions that it calls
+            if isinstance(part, torch.fx.GraphModule):
+                rewrite(part.graph)
+                part.recompile()
         return boxed_nop(graph, example_inputs)
 
     compiler = aot_autograd(

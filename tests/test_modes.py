@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import families
@@ -88,10 +87,12 @@ def test_inductor_settings(setting: str) -> None:
 
 
 class Layers(nn.Module):
-    def __init__(self, compile_block: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, backend: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = [compile_block(Block()) for _ in range(4)]
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        for one in self.blocks:
+            one.compile(backend=backend)
 
     def forward(self, x: Tensor) -> Tensor:
         for one in self.blocks:
@@ -107,7 +108,7 @@ def test_regional_compilation_compiles_and_reports_once(stock: str, train: bool)
     for backend in (stock, ours):
         torch._dynamo.reset()
         counters.clear()
-        layers = Layers(lambda one: torch.compile(one, backend=backend))  # noqa: B023
+        layers = Layers(backend)
         x = standins.fresh([torch.randn(TOKENS, WIDTH)], 1)[0].requires_grad_(train)
         with (
             torch._dynamo.config.patch(error_on_recompile=True),
@@ -123,6 +124,39 @@ def test_regional_compilation_compiles_and_reports_once(stock: str, train: bool)
         assert strides == [STRIDED if backend is ours else DENSE] * (8 if train else 4)
         assert len(reports) == (1 if backend is ours else 0)
     standins.assert_same(results[ours], results[stock])
+
+
+class Nested(nn.Module):
+    """The block is a region of a graph that calls it for every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.blocks:
+            x = region(one, x)
+        return x
+
+
+@torch.compiler.nested_compile_region
+def region(one: nn.Module, x: Tensor) -> Tensor:
+    return one(x)
+
+
+@pytest.mark.parametrize(
+    ("stock", "train"), [("inductor", False), ("aot_eager", False), ("aot_eager", True)]
+)
+def test_a_nested_region_is_rewritten_once(stock: str, train: bool) -> None:
+    ours = {"inductor": qkvpass.backend, "aot_eager": EAGER}[stock]
+    theirs = standins.run(Nested(), torch.randn(TOKENS, WIDTH), backend=stock, train=train)
+    mine = standins.run(Nested(), torch.randn(TOKENS, WIDTH), backend=ours, train=train)
+    for a, b in zip(mine.outputs, theirs.outputs):
+        standins.assert_same(a, b)
+    assert [call.strides for call in mine.seen("aware")] == [STRIDED] * 6
+    assert [call.strides for call in theirs.seen("aware")] == [DENSE] * 6
+    assert sum(len(report.removed) for report in mine.reports) == 3
 
 
 # ---------------------------------------------------------------------------------------------
