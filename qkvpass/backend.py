@@ -12,7 +12,12 @@ import torch
 from torch.fx import GraphModule
 
 from . import store
-from .compat import compile_with_inductor, patches_of_mode, stop_after_joint_passes
+from .compat import (
+    compile_for_eager,
+    compile_with_inductor,
+    patches_of_mode,
+    stop_after_joint_passes,
+)
 from .graph_pass import NOT_KEPT, Options, StridedQKVPass, capture, deliver, listen
 from .report import Report
 from .slots import SLOT, Shared, behind, behind_current
@@ -27,12 +32,21 @@ def inductor_options(**options: Any) -> dict[str, Any]:
 
     Args:
         options: fields of :class:`Options`.
+
+    Raises:
+        ValueError: for ``target="eager"``, which is no Inductor.
     """
-    return {SLOT: Shared(StridedQKVPass(Options(**options)))}
+    given = Options(**options)
+    if given.target == "eager":
+        raise ValueError(
+            'target="eager" runs without Inductor; give backend=qkvpass.configured(target="eager")'
+        )
+    return {SLOT: Shared(StridedQKVPass(given))}
 
 
 class Backend:
-    """A torch.compile backend: Inductor with the pass added.
+    """A torch.compile backend: Inductor with the pass added, or for ``target="eager"`` the pass
+    alone, whose graphs then run op by op.
 
     Backends with equal options are one object (:func:`configured`), so that Dynamo, which
     compiles anew for each backend object, does so once.
@@ -44,6 +58,8 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
         ours = StridedQKVPass(self.options)
+        if self.options.target == "eager":
+            return _run_eagerly(gm, example_inputs, ours, kwargs)
         given = kwargs.get("options") or {}
         chain = behind(given[SLOT], ours) if SLOT in given else behind_current(ours)
         patches = {**patches_of_mode(kwargs.get("mode")), **given, SLOT: chain}
@@ -65,10 +81,35 @@ class Backend:
             deliver(report)
 
 
-@functools.cache
+def _run_eagerly(
+    gm: GraphModule, example_inputs: list[Any], ours: StridedQKVPass, given: dict[str, Any]
+) -> Any:
+    """Rewrite, then run the graph as ``aot_eager`` would.
+
+    Raises:
+        ValueError: for a mode or options, which are Inductor's.
+    """
+    if given := {name: value for name, value in given.items() if value not in (None, "default")}:
+        raise ValueError(
+            f'target="eager" runs without Inductor and takes no mode or options; got {given}'
+        )
+    return compile_for_eager(gm, example_inputs, ours)
+
+
 def configured(**options: Any) -> Backend:
-    """The backend with these :class:`Options`; the same object for the same options."""
-    return Backend(Options(**options))
+    """The backend with these :class:`Options`; the same object for equal options.
+
+    ``configured(target="eager")`` rewrites the graphs and runs them op by op, without Inductor.
+
+    Raises:
+        ValueError: for an option's value that does not exist.
+    """
+    return _configured(Options(**options))
+
+
+@functools.cache
+def _configured(options: Options) -> Backend:
+    return Backend(options)
 
 
 backend = configured()

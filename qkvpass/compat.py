@@ -26,6 +26,7 @@ __all__ = [
     "add_triton_constants",
     "detect_fake_mode",
     "extract_tensor_metadata",
+    "compile_for_eager",
     "compile_with_inductor",
     "config_value",
     "decomposes",
@@ -139,6 +140,40 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, inputs, config_patches=patches)
+
+
+def compile_for_eager(
+    gm: torch.fx.GraphModule, inputs: list[Any], rewrite: Callable[[torch.fx.Graph], None]
+) -> Any:
+    """What the backend ``aot_eager`` does, with ``rewrite`` run on each inference or joint graph.
+
+    No graph cache is asked: its key would not know of ``rewrite``.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        rewrite(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def infer(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        for part in graph.modules():  # the graph, and the regions that it calls
+            if isinstance(part, torch.fx.GraphModule):
+                rewrite(part.graph)
+                part.recompile()
+        return boxed_nop(graph, example_inputs)
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=infer,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compiler(gm, inputs)
 
 
 def stop_after_joint_passes(

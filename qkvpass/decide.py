@@ -13,6 +13,7 @@ from . import policy, tags, triton_tags
 from .match import Candidate, Facts, called_op, find_candidates, standing
 from .reason import Reason
 from .safety import Overlay, Propagation, Refused
+from .saved import Saved
 
 Verdict = tuple[Reason, str]
 
@@ -56,6 +57,8 @@ def decide(
     candidates = find_candidates(facts)
     for group in _by_site(candidates[:limit], facts):
         chooser.choose(group)
+    for group in _by_buffer(candidates, chooser):
+        chooser.choose(group)
     chosen = chooser.accepted.removed - chooser.accepted.cascaded
     try:
         final = chooser.propagation.remove(chosen, Overlay())
@@ -73,6 +76,22 @@ def _by_site(candidates: Sequence[Candidate], facts: Facts) -> list[list[Candida
     return [sites[site] for site in sorted(sites, key=facts.order.__getitem__)]
 
 
+def _by_buffer(candidates: Sequence[Candidate], chooser: _Chooser) -> list[list[Candidate]]:
+    """What was kept for its memory alone, where one buffer feeds several attention ops.
+
+    All views of a buffer may hold no more than the copies, though those of one op do.
+    """
+    buffers: dict[Node, list[Candidate]] = {}
+    for candidate in candidates:
+        if chooser.kept.get(candidate.node, ("", ""))[0] is Reason.MEMORY_PINNED:
+            buffers.setdefault(chooser.facts.root[candidate.source], []).append(candidate)
+    return [
+        group
+        for group in buffers.values()
+        if len({first_sink(candidate, chooser.facts) for candidate in group}) > 1
+    ]
+
+
 def first_sink(candidate: Candidate, facts: Facts) -> Node:
     return min((s.node for s in candidate.sinks), key=facts.order.__getitem__)
 
@@ -83,11 +102,12 @@ class _Chooser:
         self.target = target
         self.propagation = Propagation(facts, certified_only)
         self.memory = policy.Memory(facts, target)
+        self.saved = Saved(facts)
         self.accepted = Overlay()
         self.kept: dict[Node, Verdict] = {}
 
     def choose(self, group: list[Candidate]) -> None:
-        """Decide the candidates of one attention op."""
+        """Decide the candidates of one attention op, or of one packed buffer."""
         fit = [c for c in group if self._worth_trying(c)]
         chosen, overlay = self._largest(fit)
         if overlay is None:
@@ -99,11 +119,13 @@ class _Chooser:
                 "its producer writes it in either layout, and nothing behind gains",
             )
             return
-        site = first_sink(group[0], self.facts)
-        if (why := self.memory.growth(overlay, site)) is not None:
+        site = max((first_sink(c, self.facts) for c in group), key=self.facts.order.__getitem__)
+        if (why := self._growth(overlay, site)) is not None:
             chosen, overlay = self._within_memory(chosen, site, why)
         if overlay is not None:
             overlay.merge()
+            for candidate in chosen:
+                self.kept.pop(candidate.node, None)
 
     def _worth_trying(self, candidate: Candidate) -> bool:
         if policy.is_empty(candidate.node):
@@ -147,6 +169,12 @@ class _Chooser:
             return True
         return any(not policy.is_rewritten_anyway(c, self.facts) for c in chosen)
 
+    def _growth(self, overlay: Overlay, site: Node) -> str | None:
+        why = self.saved.growth(overlay) or self.memory.growth(overlay, site)
+        if why is None:
+            self.saved.accept(overlay)
+        return why
+
     def _within_memory(
         self, chosen: list[Candidate], site: Node, why: str
     ) -> tuple[list[Candidate], Overlay | None]:
@@ -159,7 +187,7 @@ class _Chooser:
                 overlay, _ = self._try(subset)
                 if overlay is None or not self._gains(list(subset), overlay):
                     continue
-                if self.memory.growth(overlay, site) is None:
+                if self._growth(overlay, site) is None:
                     self._keep((c for c in chosen if c not in subset), Reason.MEMORY_PINNED, why)
                     return list(subset), overlay
         self._keep(chosen, Reason.MEMORY_PINNED, why)

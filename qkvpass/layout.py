@@ -29,6 +29,12 @@ def same(a: Sequence[Int], b: Sequence[Int]) -> bool:
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b))
 
 
+def constant(n: Int) -> Int:
+    """``n`` as a plain number where its symbols cancel out, as in ``16 * s0 // s0``."""
+    value = None if isinstance(n, int) else n.node.maybe_as_int()
+    return n if value is None else value
+
+
 def product(sizes: Sequence[Int]) -> Int:
     total: Int = 1
     for size in sizes:
@@ -275,12 +281,12 @@ def radix_view(root: Layout, target: Layout) -> RadixView | None:
         extent = outer // stride
         if not known(start + size <= extent):
             return None
-        steps.append(RadixStep(extent, start, size))
+        steps.append(RadixStep(constant(extent), constant(start), constant(size)))
         outer = stride
     if not known(outer == 1):
         if not known(offset < outer):
             return None
-        steps.append(RadixStep(outer, offset, 1))
+        steps.append(RadixStep(constant(outer), constant(offset), 1))
     elif not known(offset == 0):
         return None
     order = tuple(sorted(range(len(dims)), key=lambda i: dims[i][0]))

@@ -128,7 +128,7 @@ class Memory:
     def _storages(self) -> dict[Node, _Storage]:
         facts = self.facts
         storages = {
-            node: _Storage(_hint(nbytes(node.meta["val"])), position, position)
+            node: _Storage(hint(nbytes(node.meta["val"])), position, position)
             for node, position in facts.order.items()
             if facts.root[node] is node and self._is_buffer(node)
         }
@@ -218,7 +218,7 @@ def _segments(changes: list[_Change]) -> list[_Change]:
     ]
 
 
-def _hint(value: Int) -> int:
+def hint(value: Int) -> int:
     """A plain number for a size, by the example's sizes; no guard."""
     if isinstance(value, int):
         return value
