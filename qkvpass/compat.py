@@ -6,6 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ __all__ = [
     "CustomGraphPass",
     "NewGuard",
     "add_triton_constants",
+    "bisecting",
+    "bisector_disables",
+    "counters",
     "detect_fake_mode",
     "extract_tensor_metadata",
     "compile_with_inductor",
@@ -29,6 +33,8 @@ __all__ = [
     "saved_tensor_hooks_active",
     "sort_topologically",
     "stop_after_joint_passes",
+    "trace_artifact",
+    "tracing",
     "triton_constants",
     "triton_kernel",
 ]
@@ -116,6 +122,50 @@ def inductor_cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+def counters() -> Counter[str]:
+    """Dynamo's counters for this package."""
+    from torch._dynamo.utils import counters as of_all
+
+    return of_all["qkvpass"]
+
+
+def tracing() -> bool:
+    """Whether a structured trace is written (TORCH_TRACE)."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: str) -> None:
+    """Put a text (``"string"`` or ``"json"``) into the structured trace."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=lambda: payload,
+        expect_trace_id=False,
+    )
+
+
+def bisecting() -> bool:
+    """Whether Inductor's CompilerBisector is at work."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return bool(CompilerBisector.bisection_enabled)
+
+
+def bisector_disables(what: str) -> bool:
+    """Count one step of the joint graph's passes; whether the bisector wants it left out.
+
+    The bisector knows a fixed list of subsystems. Inductor counts a pass in a joint slot as one
+    step of this one, so its parts belong there.
+    """
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return bool(CompilerBisector.disable_subsystem("inductor", "joint_graph_passes", lambda: what))
 
 
 def triton_kernel(node: torch.fx.Node) -> Any:

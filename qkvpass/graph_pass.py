@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import tags, triton_tags
+from . import halving, observe, tags, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
 from .decide import decide
 from .match import Facts
@@ -82,15 +82,15 @@ def listen(listener: Listener, text: bool = True) -> Iterator[None]:
 
 
 def deliver(report: Report) -> None:
-    """Hand a report to everybody who listens in this thread."""
+    """Hand a report to everybody who listens in this thread, and to the logs."""
     for listener, _ in _listeners.get():
         listener(report)
-    log.info("%s", report)
+    observe.tell(report)
 
 
 def text_wanted() -> bool:
     """Whether anybody will read the graph's text; rendering it takes longer than deciding."""
-    return any(text for _, text in _listeners.get()) or log.isEnabledFor(logging.DEBUG)
+    return any(text for _, text in _listeners.get()) or observe.text_wanted()
 
 
 class StridedQKVPass(CustomGraphPass):
@@ -139,7 +139,7 @@ class StridedQKVPass(CustomGraphPass):
                 "a condition is no importable function and has no version: compiles go uncached"
             )
             return None
-        switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
+        switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", halving.VARIABLE))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
         return (_source_hash(), key, triton_tags.key(), self.options, switches, versions)
 
@@ -172,7 +172,9 @@ def run(graph: Graph, options: Options) -> Report:
         sort_topologically(graph)
     facts = Facts(graph)
     wanted = text_wanted()
-    decisions = decide(facts, options.target, _limit(), options.evidence == "certified")
+    decisions = decide(
+        facts, options.target, halving.limit_of(facts), options.evidence == "certified"
+    )
     copies = decisions_of(facts, decisions)
     attention = attention_of(facts, decisions)
     seconds = time.perf_counter() - start
@@ -188,11 +190,6 @@ def run(graph: Graph, options: Options) -> Report:
 def disabled() -> bool:
     """Whether the environment turns the pass off everywhere."""
     return os.environ.get("QKVPASS_DISABLE") == "1"
-
-
-def _limit() -> int | None:
-    value = os.environ.get("QKVPASS_MAX_REWRITES")
-    return int(value) if value else None
 
 
 def _is_sorted(graph: Graph) -> bool:
