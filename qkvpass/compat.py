@@ -30,6 +30,7 @@ __all__ = [
     "hash_files",
     "inductor_cache_folder",
     "no_new_guards",
+    "repeatable_compiles",
     "saved_tensor_hooks_active",
     "sort_topologically",
     "stop_after_joint_passes",
@@ -110,6 +111,22 @@ def stop_after_joint_passes(
         functorch_config.patch(enable_autograd_cache=False),
     ):
         return compile_fx(gm, inputs, inner_compile=keep, config_patches=patches)
+
+
+@contextlib.contextmanager
+def repeatable_compiles() -> Iterator[None]:
+    """Compiles inside depend on nothing kept, choose the same kernels, and never give up."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    with (
+        config.patch(deterministic=True, fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+        # Where a graph breaks, its parts are found by the user's code: each compile adds one.
+        dynamo_config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20),
+    ):
+        yield
 
 
 def saved_tensor_hooks_active() -> bool:

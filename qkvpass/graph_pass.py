@@ -131,8 +131,11 @@ class StridedQKVPass(CustomGraphPass):
     def uuid(self) -> Any | None:
         """What a compiled graph depends on: source, tags, options, versions and switches.
 
-        None, and so an uncached compile, where a tag's condition cannot be told apart.
+        None, and so an uncached compile, where a tag's condition cannot be told apart, and
+        while the number of removals is being halved.
         """
+        if halving.active():
+            return None
         key = tags.registry_key()
         if key is None:
             _log_once(

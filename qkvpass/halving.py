@@ -53,17 +53,21 @@ def at_most(most: int) -> Iterator[Budget]:
         _budget.reset(token)
 
 
+def active() -> bool:
+    """Whether a search is on: what is compiled now must not be found again later."""
+    return _budget.get() is not None or bisecting()
+
+
 def limit_of(facts: Facts) -> int | None:
     """How many candidates of a graph, from its first, may be tried; None for all.
 
     Raises:
         ValueError: if the environment variable is no whole number.
     """
-    budget = _budget.get()
-    if budget is None and not bisecting():
+    if not active():
         return _from_environment()
     candidates = find_candidates(facts)
-    if budget is not None:
+    if (budget := _budget.get()) is not None:
         return budget.share(len(candidates))
     return sum(not bisector_disables(_named(candidate)) for candidate in candidates)
 
