@@ -57,9 +57,7 @@ def run_program(tmp_path: Path, **environment: str) -> subprocess.CompletedProce
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "QKVPASS_"))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env=inherited
-        | {"PYTHONPATH": os.pathsep.join(paths), **NO_GRAPH_CACHES}
-        | environment,
+        env=inherited | {"PYTHONPATH": os.pathsep.join(paths), **NO_GRAPH_CACHES} | environment,
         capture_output=True,
         text=True,
         cwd=tmp_path,
