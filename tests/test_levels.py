@@ -15,6 +15,7 @@ import standins
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Interpreter
@@ -86,7 +87,7 @@ def compare(
     """Two runs with the pass, held against two with an empty manager, bit for bit."""
     x = torch.randn(TOKENS, WIDTH)
     with torch.no_grad():
-        stock = standins.run(model, x, backend=backend({**ours, **post_grad()}))
+        stock = standins.run(model, x, backend=backend({**ours, **post_grad(), IN_PROCESS: None}))
         found = standins.run(model, x, backend=backend(ours))
     for mine, expected in zip(found.outputs, stock.outputs):
         standins.assert_same(mine, expected)
@@ -131,6 +132,9 @@ def test_an_op_that_writes_its_output(v2: bool) -> None:
     assert not report.removed and len(report.kept) >= 3
 
 
+IN_PROCESS = "joint_custom_post_pass"  # set in the process, not handed to the compile
+
+
 class Piecewise(Interpreter):
     """Compiles the pieces between splitting ops as their fake inputs become known."""
 
@@ -164,8 +168,9 @@ def split_at(*ops: Any) -> Callable[[dict[str, Any]], Any]:
             pieces = split_module(gm, None, part.__getitem__, keep_original_order=True)
             mode = detect_fake_mode()
             fakes = [mode.from_tensor(x) for x in inputs]
-            with mode:
-                Piecewise(pieces, whole, patches).run(*fakes)
+            given = {name: value for name, value in patches.items() if name != IN_PROCESS}
+            with mode, inductor_config.patch({IN_PROCESS: patches.get(IN_PROCESS)}):
+                Piecewise(pieces, whole, given).run(*fakes)
             return pieces
 
         return compiler
@@ -186,10 +191,12 @@ def test_split_around_the_attention_op() -> None:
     assert reasons == [["graph-output"] * 3, ["graph-output"] * 3, []]
 
 
-def test_split_elsewhere() -> None:
+@pytest.mark.parametrize("slot", ["post-grad", "joint, for the process"])
+def test_split_elsewhere(slot: str) -> None:
     """An attention op that does not split the graph loses its copies, whatever else does."""
     standins.tag("aware")
-    options = post_grad(qkvpass.StridedQKVPass())
+    ours = qkvpass.StridedQKVPass()
+    options = post_grad(ours) if slot == "post-grad" else {**post_grad(), IN_PROCESS: ours}
     model = nn.Sequential(Layer(standins.aware, False), Layer(standins.flexible, False))
     backend = split_at(torch.ops.standin.flexible.default)
     run = compare(model, backend, options, "aware")
