@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n 2
 QKVPASS_FUZZ_EXAMPLES ?= 5000
 
-.PHONY: demo test lint fuzz examples clean
+.PHONY: demo test test-matrix lint fuzz examples clean
 
 demo: $(VENV)/.installed-cli-encoders
 	$(BIN)/qkvpass demo
 
 test: $(VENV)/.installed-test $(VENV)/.installed-flash
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# MATRIX_ARGS="--python 3.10 --torch 2.13.0 -- tests/test_layout.py" for less than all.
+test-matrix:
+	$(PYTHON) tests/matrix.py $(MATRIX_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -27,7 +31,7 @@ examples: $(VENV)/.installed-cli-encoders
 	set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -17,12 +17,14 @@ from .tags import (
     unregister_stride_tag,
 )
 from .triton_tags import TritonTag, register_triton_stride_tag, unregister_triton_stride_tag
+from .verify import Difference, Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Certificate",
     "CopyDecision",
+    "Difference",
     "Options",
     "Reason",
     "Report",
@@ -31,6 +33,7 @@ __all__ = [
     "StrideTag",
     "StridedQKVPass",
     "TritonTag",
+    "Verification",
     "backend",
     "capture",
     "certify",
@@ -44,4 +47,5 @@ __all__ = [
     "stride_tags",
     "unregister_stride_tag",
     "unregister_triton_stride_tag",
+    "verify",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``qkvpass explain``, ``ops``, ``certify`` and ``demo``."""
+"""The command line: ``qkvpass explain``, ``verify``, ``ops``, ``certify`` and ``demo``."""
 
 import difflib
 import importlib
@@ -76,6 +76,25 @@ def make_app() -> Any:
         typer.echo(report.to_json() if as_json else report)
         if diff:
             print_diff(report)
+
+    @app.command()
+    def verify(
+        target: Annotated[
+            str, typer.Argument(help="timm:NAME, or pkg.module:factory, as for explain.")
+        ],
+        dynamic: Annotated[bool, typer.Option(help="Compile with dynamic shapes.")] = False,
+        train: Annotated[bool, typer.Option(help="Compare gradients, too.")] = False,
+    ) -> None:
+        """Compare a model's bits with and without the pass, and name the copy to blame."""
+        import qkvpass
+
+        try:
+            model, args, kwargs = load_target(target, train=train)
+        except TargetError as error:
+            raise typer.BadParameter(str(error)) from error
+        found = qkvpass.verify(model, *args, train=train, dynamic=dynamic or None, **kwargs)
+        typer.echo(found)
+        raise typer.Exit(0 if found else 1)
 
     @app.command()
     def ops(

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ __all__ = [
     "CustomGraphPass",
     "NewGuard",
     "add_triton_constants",
+    "bisecting",
+    "bisector_disables",
+    "counters",
     "detect_fake_mode",
     "extract_tensor_metadata",
     "compile_for_eager",
@@ -38,10 +42,13 @@ __all__ = [
     "is_triton_op",
     "no_new_guards",
     "patches_of_mode",
+    "repeatable_compiles",
     "saved_tensor_hooks_active",
     "settings",
     "sort_topologically",
     "stop_after_joint_passes",
+    "trace_artifact",
+    "tracing",
     "triton_constants",
     "triton_kernel",
     "with_graph_module",
@@ -198,6 +205,22 @@ def stop_after_joint_passes(
         return compile_fx(gm, inputs, inner_compile=keep, config_patches=patches)
 
 
+@contextlib.contextmanager
+def repeatable_compiles() -> Iterator[None]:
+    """Compiles inside depend on nothing kept, choose the same kernels, and never give up."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    with (
+        config.patch(deterministic=True, fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+        # Where a graph breaks, its parts are found by the user's code: each compile adds one.
+        dynamo_config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20),
+    ):
+        yield
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether saved tensors go through hooks of the user's, by what is in force now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -235,6 +258,50 @@ def inductor_cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+def counters() -> Counter[str]:
+    """Dynamo's counters for this package."""
+    from torch._dynamo.utils import counters as of_all
+
+    return of_all["qkvpass"]
+
+
+def tracing() -> bool:
+    """Whether a structured trace is written (TORCH_TRACE)."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: str) -> None:
+    """Put a text (``"string"`` or ``"json"``) into the structured trace."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=lambda: payload,
+        expect_trace_id=False,
+    )
+
+
+def bisecting() -> bool:
+    """Whether Inductor's CompilerBisector is at work."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return bool(CompilerBisector.bisection_enabled)
+
+
+def bisector_disables(what: str) -> bool:
+    """Count one step of the joint graph's passes; whether the bisector wants it left out.
+
+    The bisector knows a fixed list of subsystems. Inductor counts a pass in a joint slot as one
+    step of this one, so its parts belong there.
+    """
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return bool(CompilerBisector.disable_subsystem("inductor", "joint_graph_passes", lambda: what))
 
 
 def triton_kernel(node: torch.fx.Node) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import tags, triton_tags
+from . import halving, observe, tags, triton_tags
 from .compat import (
     CustomGraphPass,
     hash_files,
@@ -110,10 +110,10 @@ def listen(listener: Listener, text: bool = True) -> Iterator[_Hearing]:
 
 
 def deliver(report: Report) -> None:
-    """Hand a report to everybody who listens in this thread."""
+    """Hand a report to everybody who listens in this thread, and to the logs."""
     for hearing in _listeners.get():
         hearing.listener(report)
-    log.info("%s", report)
+    observe.tell(report)
 
 
 def asked_for_key() -> None:
@@ -124,7 +124,7 @@ def asked_for_key() -> None:
 
 def text_wanted() -> bool:
     """Whether anybody will read the graph's text; rendering it takes longer than deciding."""
-    return any(hearing.text for hearing in _listeners.get()) or log.isEnabledFor(logging.DEBUG)
+    return any(hearing.text for hearing in _listeners.get()) or observe.text_wanted()
 
 
 class StridedQKVPass(CustomGraphPass):
@@ -170,15 +170,18 @@ class StridedQKVPass(CustomGraphPass):
     def uuid(self) -> Any | None:
         """What a compiled graph depends on: source, tags, options, versions, switches and hooks.
 
-        None, and so an uncached compile, where a tag's condition cannot be told apart.
+        None, and so an uncached compile, where a tag's condition cannot be told apart, and
+        while the number of removals is being halved.
         """
+        if halving.active():
+            return None
         key = tags.registry_key()
         if key is None:
             _log_once(
                 "a condition is no importable function and has no version: compiles go uncached"
             )
             return None
-        switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", "QKVPASS_MAX_REWRITES"))
+        switches = tuple(os.environ.get(n) for n in ("QKVPASS_DISABLE", halving.VARIABLE))
         versions = (torch.__version__, torch.version.hip, torch.backends.cudnn.version())
         hooked = saved_tensor_hooks_active()
         return (_source_hash(), key, triton_tags.key(), self.options, switches, versions, hooked)
@@ -212,7 +215,9 @@ def run(graph: Graph, options: Options) -> Report:
         sort_topologically(graph)
     facts = Facts(graph, options.autograd)
     wanted = text_wanted()
-    decisions = decide(facts, options.target, _limit(), options.evidence == "certified")
+    decisions = decide(
+        facts, options.target, halving.limit_of(facts), options.evidence == "certified"
+    )
     copies = decisions_of(facts, decisions)
     attention = attention_of(facts, decisions)
     seconds = time.perf_counter() - start
@@ -228,11 +233,6 @@ def run(graph: Graph, options: Options) -> Report:
 def disabled() -> bool:
     """Whether the environment turns the pass off everywhere."""
     return os.environ.get("QKVPASS_DISABLE") == "1"
-
-
-def _limit() -> int | None:
-    value = os.environ.get("QKVPASS_MAX_REWRITES")
-    return int(value) if value else None
 
 
 def _is_sorted(graph: Graph) -> bool:

@@ -133,6 +133,10 @@ def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
         reason, detail = _needless(node, facts)
     elif behind is not None:
         detail = f"behind {behind.name}, whose output is not in the layout that this copy makes"
+    elif not facts.attention and _is_returned(node, facts):
+        # A graph that was cut around its attention ops, as serving engines do.
+        reason = Reason.GRAPH_OUTPUT
+        detail = f"{node.name} leaves the graph, which has no attention op"
     return CopyDecision(
         node=node.name,
         kind=_kind(node),
@@ -156,6 +160,11 @@ def _needless(node: Node, facts: Facts) -> tuple[Reason, str]:
             f"{node.name} is returned, and would share memory with its input",
         )
     return Reason.SUBGRAPH_BOUNDARY, f"{border.name} ({target_name(border)}) takes {node.name}"
+
+
+def _is_returned(node: Node, facts: Facts) -> bool:
+    border = facts.borders(node)
+    return border is not None and border.op == "output"
 
 
 def _attention_in_front(copy: Node, facts: Facts) -> Node | None:

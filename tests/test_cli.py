@@ -254,3 +254,24 @@ def test_demo_holds_its_claims(capfd):
     out = capfd.readouterr().out
     assert "NO " not in out
     assert "removed 3 of 3 copies" in out
+
+
+def test_verify_says_that_the_bits_are_the_same(run):
+    result = run("verify", "cli_factories:tiny")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("ok: ") and "copies removed" in result.output
+
+
+def test_verify_fails_where_they_are_not(run, monkeypatch):
+    found = qkvpass.Verification(
+        ok=False,
+        differences=(qkvpass.Difference(0, "output 0", "other values"),),
+        culprit=None,
+        unstable=(),
+        compared=4,
+        report=Report((), (), "", ""),
+    )
+    monkeypatch.setattr(qkvpass, "verify", lambda *args, **kwargs: found)
+    result = run("verify", "cli_factories:tiny")
+    assert result.exit_code == 1
+    assert "run 0, output 0: other values" in result.output
