@@ -6,6 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tensor_metadata
 
 __all__ = [
+    "CountedBytes",
     "CustomGraphPass",
     "NewGuard",
     "add_triton_constants",
@@ -31,6 +33,7 @@ __all__ = [
     "stop_after_joint_passes",
     "triton_constants",
     "triton_kernel",
+    "uncached",
 ]
 
 
@@ -137,3 +140,49 @@ def add_triton_constants(constants: dict[str, Any]) -> int:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     return kernel_side_table.add_constant_args(constants)
+
+
+@contextlib.contextmanager
+def uncached(*, fresh_kernels: bool, deterministic: bool) -> Iterator[None]:
+    """Compile anew: neither FxGraph's cache nor AOTAutograd's tells SDPA backends apart.
+
+    Generated CPU kernels are visible to the profiler in here.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    patches = {
+        "fx_graph_cache": False,
+        "force_disable_caches": fresh_kernels,
+        "deterministic": deterministic,
+        "cpp.enable_kernel_profile": True,
+    }
+    with config.patch(patches), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+class CountedBytes:
+    """Counts, while in force, the bytes that generated code reads and writes, by Inductor's count.
+
+    Inductor counts them only where its metrics are logged, so their log is on, and goes nowhere.
+    """
+
+    nbytes = 0
+
+    def __enter__(self) -> CountedBytes:
+        from torch._inductor import metrics
+        from torch._inductor.compile_fx import inductor_metrics_log as log
+
+        self._before = metrics.num_bytes_accessed
+        self._log = log.level, log.propagate, log.handlers
+        log.setLevel(logging.INFO)
+        log.propagate, log.handlers = False, [logging.NullHandler()]
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        from torch._inductor import metrics
+        from torch._inductor.compile_fx import inductor_metrics_log as log
+
+        self.nbytes = metrics.num_bytes_accessed - self._before
+        level, log.propagate, log.handlers = self._log
+        log.setLevel(level)
