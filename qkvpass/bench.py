@@ -118,7 +118,7 @@ class Measured:
         compile_s: seconds of the first call; 0 in eager.
         peak_mib: peak memory of a call above what was held before; None on a CPU.
         generated_bytes: what kernels and calls of the generated code read and write, by
-            Inductor's own count; None in eager.
+            Inductor's own count; None in eager, and where it cannot count.
         kernels: what the profiler saw between projection and output
             (:func:`bench_kernels.kernels_between`).
     """
@@ -326,7 +326,7 @@ class _First:
     """What the compiles told."""
 
     seconds: dict[str, float]
-    nbytes: dict[str, int]
+    nbytes: dict[str, int | None]
     decisions: dict[str, Any]
 
 
@@ -347,7 +347,9 @@ def _compile(
     runs = {name: runs[name] for name in VARIANTS if name in wanted}
     # Imports, worker processes and the compiler's own start belong to no variant.
     torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    seconds, nbytes, reports = {}, {}, list[Report]()
+    seconds: dict[str, float] = {}
+    nbytes: dict[str, int | None] = {}
+    reports: list[Report] = []
     for done, (name, run) in enumerate(runs.items()):
         progress(f"first call: {name}", done, len(runs))
         with listen(reports.append, text=False), CountedBytes() as counted:

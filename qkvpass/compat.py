@@ -6,7 +6,6 @@ Tried on torch 2.11.0, 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,27 +161,32 @@ def uncached(*, fresh_kernels: bool, deterministic: bool) -> Iterator[None]:
 
 
 class CountedBytes:
-    """Counts, while in force, the bytes that generated code reads and writes, by Inductor's count.
+    """Counts, while in force, the bytes that generated code reads and writes.
 
-    Inductor counts them only where its metrics are logged, so their log is on, and goes nowhere.
+    By Inductor's own count of each kernel and call, which ``nbytes`` adds up over the graphs
+    that are compiled; None where a graph has something that it cannot count.
     """
 
-    nbytes = 0
+    nbytes: int | None = 0
 
     def __enter__(self) -> CountedBytes:
-        from torch._inductor import metrics
-        from torch._inductor.compile_fx import inductor_metrics_log as log
+        from torch._inductor.graph import GraphLowering
 
-        self._before = metrics.num_bytes_accessed
-        self._log = log.level, log.propagate, log.handlers
-        log.setLevel(logging.INFO)
-        log.propagate, log.handlers = False, [logging.NullHandler()]
+        self._compile = compile_graph = GraphLowering.compile_to_module
+
+        def counting(graph: Any) -> Any:
+            module = compile_graph(graph)
+            try:
+                sizes = [node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes]
+                self.nbytes = None if self.nbytes is None else self.nbytes + sum(sizes)
+            except Exception:  # a benchmark must not break the compile that it watches
+                self.nbytes = None
+            return module
+
+        GraphLowering.compile_to_module = counting  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *fault: object) -> None:
-        from torch._inductor import metrics
-        from torch._inductor.compile_fx import inductor_metrics_log as log
+        from torch._inductor.graph import GraphLowering
 
-        self.nbytes = metrics.num_bytes_accessed - self._before
-        level, log.propagate, log.handlers = self._log
-        log.setLevel(level)
+        GraphLowering.compile_to_module = self._compile  # type: ignore[method-assign]
