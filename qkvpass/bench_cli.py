@@ -101,7 +101,7 @@ def _cases(target: str, attention: str, tokens: str) -> list[tuple[str, int | No
                 "an SDPA backend, or leave --attention out"
             )
     try:
-        counts = [int(part) for part in tokens.split(",") if part.strip()]
+        counts: list[int | None] = [int(part) for part in tokens.split(",") if part.strip()]
     except ValueError:
         raise BenchError(f"--tokens is {tokens!r}; give numbers such as 256,1024,4096") from None
     return [(kind, count) for kind in kinds for count in counts or [None]]
@@ -109,8 +109,8 @@ def _cases(target: str, attention: str, tokens: str) -> list[tuple[str, int | No
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise BenchError(f"{name!r} is no dtype; give bfloat16, float16 or float32")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise BenchError(f"{name!r} is no floating-point dtype; give bfloat16, float16 or float32")
     return found
 
 

@@ -183,7 +183,7 @@ class CountedBytes:
                 self.nbytes = None
             return module
 
-        GraphLowering.compile_to_module = counting  # type: ignore[method-assign]
+        GraphLowering.compile_to_module = counting  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *fault: object) -> None:
