@@ -123,11 +123,14 @@ def around_attention(kernels: Sequence[Kernel]) -> dict[str, Any]:
 def _kernels(events: Iterable[Any]) -> list[Kernel]:
     """What ran on the GPU, in its order."""
     cuda = torch.autograd.DeviceType.CUDA
-    ran = sorted((e for e in events if e.device_type == cuda), key=lambda e: e.time_range.start)
-    return [_kernel(e, kind_of(e.name)) for e in ran if not _has(e.name.lower(), _NO_KERNELS)]
+    ran = [e for e in events if e.device_type == cuda and not _is_no_kernel(e)]
+    return [_kernel(e, kind_of(e.name)) for e in sorted(ran, key=lambda e: e.time_range.start)]
 
 
-_NO_KERNELS = ("memset", "## call")
+def _is_no_kernel(event: Any) -> bool:
+    """Memory that is set, and the ranges of the host's annotations on the GPU's timeline."""
+    named = event.name.startswith(("Memset", "##", "Torch-Compiled Region"))
+    return named or getattr(event, "is_user_annotation", False)
 
 
 def _calls(events: Iterable[Any], attention_ops: set[str], itemsize: int) -> list[Kernel]:

@@ -17,6 +17,22 @@ from qkvpass.report import human_bytes
 DOCS = Path(__file__).parent.parent / "docs"
 INTRO = """# Benchmarks
 
+## Measure your own
+
+```sh
+qkvpass bench siglip-so400m                        # a named shape; an unknown name lists them
+qkvpass bench timm:hiera_base_224 --batch 64
+qkvpass bench mymodels:encoder --twin mymodels:encoder_without_copies --json
+qkvpass bench paddleocr-vl-page --attention fa3,flash --tokens 256,1024,4096,16384 --plot out.png
+qkvpass bench vit-b-16 --batch 1 --cuda-graphs     # where launches are gone
+```
+
+It times eager, stock Inductor, qkvpass and, where there is one, a hand-edited twin, and ends with a
+sentence: what is saved, with its interval, or that nothing is, and why. `--scale 0.1` shrinks a
+shape for a dry run on a CPU.
+
+## How to read the tables
+
 Made by `make benchmarks` of the JSON in `docs/measured`; no number here is typed. A row is
 one run of `qkvpass bench`, most of them by `tests/gpu_bench.py`.
 
