@@ -14,6 +14,7 @@ import platform
 import random
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -254,6 +255,9 @@ def measure(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(subject.using())
+        stack.enter_context(warnings.catch_warnings())
+        for said in ("dynamo_pgo force disabled", "Warning: Profiler clears events"):
+            warnings.filterwarnings("ignore", message=said)
         stack.enter_context(
             uncached(fresh_kernels=settings.fresh_kernels, deterministic=settings.deterministic)
         )

@@ -132,7 +132,7 @@ def _loaded(target: str, attention: str, twin: str, batch: int, device: str, dty
     if isinstance(model, torch.nn.Module):
         model = model.to(device, kind).eval()
     moved = torch.utils._pytree.tree_map(lambda value: _moved(value, device, kind), (args, kwargs))
-    if other is not None:
+    if isinstance(other, torch.nn.Module):
         other = _with_weights_of(model, other.to(device, kind).eval())
     facts = {
         "shapes": [list(a.shape) for a in args if isinstance(a, torch.Tensor)],

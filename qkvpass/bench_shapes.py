@@ -115,6 +115,7 @@ def _fa3() -> Callable[..., Tensor]:
 
 
 def _fa4() -> Callable[..., Tensor]:
+    importlib.import_module("flash_attn.cute")  # the op would look for it in the middle of a run
     importlib.import_module("qkvpass.ops")
     return _varlen(torch.ops.qkvpass.flash_attn_4)
 
