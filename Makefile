@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n 2
 QKVPASS_FUZZ_EXAMPLES ?= 5000
 
-.PHONY: demo test test-matrix lint fuzz examples clean
+.PHONY: demo test test-matrix lint fuzz examples docs benchmarks clean
 
 demo: $(VENV)/.installed-cli-encoders
 	$(BIN)/qkvpass demo
@@ -30,8 +30,15 @@ fuzz: $(VENV)/.installed-test
 examples: $(VENV)/.installed-cli-encoders
 	set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q -b html docs site
+
+# The page and plots of what docs/measured holds.
+benchmarks: $(VENV)/.installed-bench
+	$(BIN)/python tests/bench_page.py
+
 clean:
-	rm -rf $(VENV) .venv-matrix build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,5 +56,7 @@ $(VENV)/.installed-flash: pyproject.toml $(VENV)/.installed-test
 
 $(VENV)/.installed-cli-encoders: EXTRAS := cli,encoders
 $(VENV)/.installed-test: EXTRAS := test
+$(VENV)/.installed-docs: EXTRAS := docs
+$(VENV)/.installed-bench: EXTRAS := bench
 # mypy reads the types of typer and rich.
 $(VENV)/.installed-dev: EXTRAS := dev,cli

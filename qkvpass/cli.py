@@ -1,4 +1,4 @@
-"""The command line: ``qkvpass explain``, ``verify``, ``ops``, ``certify`` and ``demo``."""
+"""The command line: ``qkvpass explain``, ``verify``, ``ops``, ``certify``, ``bench``, ``demo``."""
 
 import difflib
 import importlib
@@ -63,6 +63,7 @@ def make_app() -> Any:
         ],
         as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
         diff: Annotated[bool, typer.Option(help="Print the graph before and after, too.")] = False,
+        html: Annotated[str, typer.Option(help="Write the report as one page, too.")] = "",
         dynamic: Annotated[bool, typer.Option(help="Compile with dynamic shapes.")] = False,
         train: Annotated[bool, typer.Option(help="Compile forward and backward.")] = False,
     ) -> None:
@@ -76,6 +77,8 @@ def make_app() -> Any:
         typer.echo(report.to_json() if as_json else report)
         if diff:
             print_diff(report)
+        if html:
+            _write_html(report, html)
 
     @app.command()
     def verify(
@@ -130,6 +133,67 @@ def make_app() -> Any:
         if store and found.passed:
             typer.echo(f"kept as {evidence.store(found)}", err=True)
         raise typer.Exit(0 if found.passed else 1)
+
+    @app.command()
+    def bench(
+        target: Annotated[
+            str,
+            typer.Argument(
+                help="A named shape (an unknown one lists them), timm:NAME, or "
+                "pkg.module:factory as for explain."
+            ),
+        ],
+        attention: Annotated[
+            str, typer.Option(help="Some of sdpa,flash,cudnn,efficient,fa3,fa4,triton.")
+        ] = "",
+        tokens: Annotated[str, typer.Option(help="Token counts, such as 256,4096,131072.")] = "",
+        layers: Annotated[int, typer.Option(help="Of a shape: 4 by default, 0 for all.")] = -1,
+        part: Annotated[str, typer.Option(help="encoder or attention, of a shape.")] = "encoder",
+        batch: Annotated[int, typer.Option(min=0, help="Images, of a shape or timm model.")] = 0,
+        scale: Annotated[float, typer.Option(help="Below 1 for a dry run of a shape.")] = 1.0,
+        device: Annotated[str, typer.Option(help="cpu or cuda; CUDA where there is any.")] = "",
+        dtype: Annotated[str, typer.Option(help="bfloat16, but for a factory's model.")] = "",
+        twin: Annotated[
+            str, typer.Option(help="pkg.module:factory of the same model, edited by hand.")
+        ] = "",
+        variants: Annotated[
+            str, typer.Option(help="Some of eager,stock,qkvpass,hand,eager hand.")
+        ] = "eager,stock,qkvpass,hand",
+        rounds: Annotated[int, typer.Option(min=3, help="Alternated rounds.")] = 15,
+        seconds: Annotated[float, typer.Option(help="Stop the rounds after so long.")] = 60.0,
+        cuda_graphs: Annotated[bool, typer.Option(help="Time replayed CUDA graphs.")] = False,
+        deterministic: Annotated[bool, typer.Option(help="Compile deterministically.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+        plot: Annotated[str, typer.Option(help="Draw them, too: out.png, .svg or .pdf.")] = "",
+    ) -> None:
+        """Measure what the pass saves: time, memory, kernels, bytes; and say why where nothing."""
+        from .bench_cli import BenchError, Settings, bench_command
+
+        try:
+            settings = Settings(
+                rounds=rounds,
+                budget_s=seconds,
+                variants=tuple(_listed(variants)),
+                cuda_graphs=cuda_graphs,
+                deterministic=deterministic,
+            )
+            bench_command(
+                target,
+                attention=attention,
+                tokens=tokens,
+                layers=layers,
+                part=part,
+                batch=batch,
+                scale=scale,
+                device=device,
+                dtype=dtype,
+                twin=twin,
+                settings=settings,
+                as_json=as_json,
+                plot=plot,
+            )
+        except (BenchError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
 
     @app.command()
     def demo(
@@ -247,6 +311,16 @@ def print_diff(report: Report) -> None:
         console.print(Syntax(diff, "diff", background_color="default", word_wrap=True))
     else:
         print(diff)
+
+
+def _write_html(report: Report, path: str) -> None:
+    import typer
+
+    try:
+        report.to_html(path)
+    except (ModuleNotFoundError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"written: {path}", err=True)
 
 
 def certify_target(name: str, module: str, device: str, dtypes: str, skip: str) -> Certificate:

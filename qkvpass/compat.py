@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tensor_metadata
 
 __all__ = [
+    "CountedBytes",
     "CustomGraphPass",
     "NewGuard",
     "add_triton_constants",
@@ -51,6 +52,7 @@ __all__ = [
     "tracing",
     "triton_constants",
     "triton_kernel",
+    "uncached",
     "with_graph_module",
 ]
 
@@ -337,3 +339,54 @@ def function_behind(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 def is_triton_op(op: torch._ops.OpOverload) -> bool:
     return op._schema.name in _triton_ops
+
+
+@contextlib.contextmanager
+def uncached(*, fresh_kernels: bool, deterministic: bool) -> Iterator[None]:
+    """Compile anew: neither FxGraph's cache nor AOTAutograd's tells SDPA backends apart.
+
+    Generated CPU kernels are visible to the profiler in here.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    patches = {
+        "fx_graph_cache": False,
+        "force_disable_caches": fresh_kernels,
+        "deterministic": deterministic,
+        "cpp.enable_kernel_profile": True,
+    }
+    with config.patch(patches), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+class CountedBytes:
+    """Counts, while in force, the bytes that generated code reads and writes.
+
+    By Inductor's own count of each kernel and call, which ``nbytes`` adds up over the graphs
+    that are compiled; None where a graph has something that it cannot count.
+    """
+
+    nbytes: int | None = 0
+
+    def __enter__(self) -> CountedBytes:
+        from torch._inductor.graph import GraphLowering
+
+        self._compile = compile_graph = GraphLowering.compile_to_module
+
+        def counting(graph: Any) -> Any:
+            module = compile_graph(graph)
+            try:
+                sizes = [node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes]
+                self.nbytes = None if self.nbytes is None else self.nbytes + sum(sizes)
+            except Exception:  # a benchmark must not break the compile that it watches
+                self.nbytes = None
+            return module
+
+        GraphLowering.compile_to_module = counting  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        from torch._inductor.graph import GraphLowering
+
+        GraphLowering.compile_to_module = self._compile  # type: ignore[method-assign]

@@ -101,6 +101,7 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
         source=source_line(node),
         evidence=f"{status}: {evidence}" if reason.removed and capable else "",
         folded=bool(fused),
+        attention=site.name,
     )
 
 
@@ -121,6 +122,7 @@ def _cascaded(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
         nbytes=_traffic(node),
         source=source_line(node),
         folded=decisions.target == "inductor" and policy.is_folded(node),
+        attention=behind.name if behind is not None else "",
     )
 
 
@@ -146,6 +148,7 @@ def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
         detail=detail,
         nbytes=_traffic(node),
         source=source_line(node),
+        attention=behind.name if behind is not None else "",
     )
 
 
@@ -197,6 +200,7 @@ def _moved_operands(facts: Facts) -> list[tuple[Node, CopyDecision]]:
                 "not another layout of old ones",
                 nbytes=_traffic(root),
                 source=source_line(root),
+                attention=attention.name,
             )
             found.append((root, entry))
     return found

@@ -22,6 +22,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .reason import Reason
@@ -47,6 +48,7 @@ class CopyDecision:
         evidence: what the tag that allowed a removal rests on.
         folded: Inductor would have fused this copy into a neighbouring kernel, so that
             removing it saves no kernel and no traffic.
+        attention: name of the attention op's node in the graph before the pass, ``""`` if none.
     """
 
     node: str
@@ -59,6 +61,7 @@ class CopyDecision:
     source: str
     evidence: str = ""
     folded: bool = False
+    attention: str = ""
 
     @property
     def removed(self) -> bool:
@@ -135,6 +138,16 @@ class Report:
             self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=2
         )
         return "\n".join(lines)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write this report as one self-contained HTML page.
+
+        Raises:
+            ModuleNotFoundError: if the ``html`` extra is not installed.
+        """
+        from .html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return self.text()
@@ -322,7 +335,9 @@ def _reason(copy: CopyDecision) -> str:
 
 def _copy_table(copies: Sequence[CopyDecision], width: int) -> list[str]:
     shown = [copy for copy in copies if not _is_bystander(copy)]
-    rows = _alike(shown, lambda copy: (replace(copy, node="", detail=_any_layer(copy.detail)),))
+    rows = _alike(
+        shown, lambda copy: (replace(copy, node="", attention="", detail=_any_layer(copy.detail)),)
+    )
     if not rows:
         return []
     cells = [[column.cell(row[0], len(row)) for column in _COLUMNS] for row in rows]

@@ -1,0 +1,201 @@
+"""Make docs/benchmarks.md and its plots of the JSON in docs/measured. No number is typed.
+
+python tests/bench_page.py [--check]      --check says whether the page is up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkvpass.bench import HAND, OURS, STOCK, Result, ratio_of, saving_of
+from qkvpass.report import human_bytes
+
+DOCS = Path(__file__).parent.parent / "docs"
+INTRO = """# Benchmarks
+
+## Measure your own
+
+```sh
+qkvpass bench siglip-so400m                        # a named shape; an unknown name lists them
+qkvpass bench timm:hiera_base_224 --batch 64
+qkvpass bench mymodels:encoder --twin mymodels:encoder_without_copies --json
+qkvpass bench paddleocr-vl-page --attention fa3,flash --tokens 256,1024,4096,16384 --plot out.png
+qkvpass bench vit-b-16 --batch 1 --cuda-graphs     # where launches are gone
+```
+
+It times eager, stock Inductor, qkvpass and, where there is one, a hand-edited twin, and ends with a
+sentence: what is saved, with its interval, or that nothing is, and why. `--scale 0.1` shrinks a
+shape for a dry run on a CPU.
+
+## How to read the tables
+
+Made by `make benchmarks` of the JSON in `docs/measured`; no number here is typed. A row is
+one run of `qkvpass bench`, most of them by `tests/gpu_bench.py`.
+
+- Variants alternate in rounds within one process, since a GPU's clock drifts by a few per cent
+  over minutes. `saved` is the median over rounds of what qkvpass saves over stock Inductor, with
+  half of its 95 % bootstrap interval.
+- `hand` is the same model edited by hand, under stock Inductor.
+- `traffic` is what the generated code reads and writes less, by Inductor's own count, beside the
+  count on paper.
+- `around attention` counts kernels between the projection's matmul and the next one, by the
+  profiler.
+"""
+
+
+def load(folder: Path) -> list[Result]:
+    return [Result.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def page(results: Sequence[Result], times: dict[str, Any] | None, plots: dict[str, str]) -> str:
+    """The page's Markdown.
+
+    Args:
+        results: of ``qkvpass bench``.
+        times: of ``tests/gpu_encoders.py times``.
+        plots: picture by title.
+    """
+    parts = [INTRO]
+    graphs = [r for r in results if r.settings["cuda_graphs"]]
+    curve = [r for r in results if is_of_curve(r)]
+    rest = [r for r in results if r not in graphs and r not in curve]
+    for title, some in (
+        ("Encoders", rest),
+        ("Small batches under CUDA graphs", graphs),
+        ("By number of tokens", curve),
+    ):
+        if some:
+            parts.append(f"## {title}\n\n{_where(some)}\n\n{_table(some)}")
+            parts += [f"![{title}]({file})" for name, file in plots.items() if name == title]
+    if rest:
+        lines = [f"- **{r.subject}, {r.attention}**: {r.sentence}" for r in rest + graphs]
+        parts.append("## In words\n\n" + "\n".join(lines))
+    if times:
+        parts.append(_encoders(times))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def is_of_curve(result: Result) -> bool:
+    """Whether a result belongs to a scaling curve: a page of one layer with MLP."""
+    facts = result.facts
+    return facts["sequences"] == 1 and result.layers == 1 and facts["part"] == "encoder"
+
+
+def _where(results: Sequence[Result]) -> str:
+    facts = ("device", "torch", "cudnn", "date")
+    places = dict.fromkeys(
+        ", ".join(f"{'' if k in ('device', 'date') else k + ' '}{r.where[k]}" for k in facts)
+        for r in results
+    )
+    return "; ".join(places) + "."
+
+
+def _table(results: Sequence[Result]) -> str:
+    titles = ["encoder", "attention", "layers", "tokens", "stock ms", "qkvpass ms", "saved"]
+    titles += ["qkvpass / hand", "traffic (paper)", "around attention", "peak MiB"]
+    return _markdown(titles, [_row(result) for result in results])
+
+
+def _row(result: Result) -> list[str]:
+    stock, ours = result.variants[STOCK], result.variants[OURS]
+    saved, low, high = saving_of(result)
+    facts = result.facts
+    part = " (attention alone)" if facts["part"] == "attention" else ""
+    paper = "" if result.paper_bytes is None else f" ({human_bytes(result.paper_bytes)})"
+    around = [m.kernels["in_front"] + m.kernels["behind"] for m in (stock, ours)]
+    peak = "" if stock.peak_mib is None else f"{stock.peak_mib:.0f} → {ours.peak_mib:.0f}"
+    return [
+        f"{result.subject}{part}",
+        result.attention,
+        f"{result.layers} of {facts['all layers']}",
+        str(facts["tokens"]),
+        f"{stock.median_ms:.3f}",
+        f"{ours.median_ms:.3f}",
+        f"{saved:.1f} % ± {(high - low) / 2:.1f}",
+        _ratio(result.ratios.get(f"{OURS} / {HAND}")),
+        f"{_less(stock.generated_bytes, ours.generated_bytes)}{paper}",
+        f"{around[0]} → {around[1]}",
+        peak,
+    ]
+
+
+def _less(stock: int | None, ours: int | None) -> str:
+    if stock is None or ours is None:
+        return "not counted"
+    return human_bytes(stock - ours) if stock >= ours else f"-{human_bytes(ours - stock)}"
+
+
+def _ratio(ratio: Any) -> str:
+    return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" if ratio else ""
+
+
+def _encoders(times: dict[str, Any]) -> str:
+    """The table of ``gpu_encoders.py times``, with intervals of its rounds."""
+    titles = ["case", "stock ms", "qkvpass ms", "stock / qkvpass", "qkvpass / hand", "kernels"]
+    rows = []
+    for name, found in times["results"].items():
+        if "fault" in found:
+            continue
+        rounds, median, kernels = found["all ms"], found["median ms"], found["kernels"]
+        rows.append(
+            [
+                name,
+                f"{median['stock']:.2f}",
+                f"{median['pass']:.2f}",
+                _ratio(ratio_of(rounds["stock"], rounds["pass"])),
+                _ratio(ratio_of(rounds["pass"], rounds["hand"])),
+                f"{kernels['stock']['all']} → {kernels['pass']['all']}" if kernels["stock"] else "",
+            ]
+        )
+    said = (
+        "Nine alternated rounds each, by `tests/gpu_encoders.py times` "
+        f"({times['device']}, torch {times['torch']}); all rounds are in "
+        "[h200-times.json](measured/h200-times.json)."
+    )
+    return f"## An earlier run\n\n{said}\n\n{_markdown(titles, rows)}"
+
+
+def _markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def make(docs: Path, draw_plots: bool = True) -> str:
+    """The page's text; its plots are written on the way."""
+    results = load(docs / "measured" / "bench")
+    times = docs / "measured" / "h200-times.json"
+    groups = {
+        "By number of tokens": [r for r in results if is_of_curve(r)],
+        "Encoders": [r for r in results if not is_of_curve(r) and not r.settings["cuda_graphs"]],
+        "Small batches under CUDA graphs": [r for r in results if r.settings["cuda_graphs"]],
+    }
+    plots = {
+        title: f"plots/{title.lower().replace(' ', '-')}.png"
+        for title, some in groups.items()
+        if some
+    }
+    if draw_plots and plots:
+        from qkvpass.bench_plot import draw
+
+        (docs / "plots").mkdir(exist_ok=True)
+        for title, file in plots.items():
+            draw(groups[title], docs / file)
+    return page(results, json.loads(times.read_text()) if times.exists() else None, plots)
+
+
+def main() -> None:
+    check = "--check" in sys.argv[1:]
+    text, path = make(DOCS, draw_plots=not check), DOCS / "benchmarks.md"
+    if check and (not path.exists() or path.read_text() != text):
+        sys.exit("docs/benchmarks.md is not what docs/measured says: run `make benchmarks`")
+    if not check:
+        path.write_text(text)
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
