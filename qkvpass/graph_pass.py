@@ -16,15 +16,19 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import tags, triton_tags
+from . import bias_fold, tags, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
-from .decide import decide
+from .decide import Decisions, decide
+from .edit import transplant
 from .match import Facts
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
 from .rewrite import apply
+from .speculate import State, improve
 
 log = logging.getLogger("qkvpass")
+
+REWRITES = (bias_fold.REWRITE,)
 
 Listener: TypeAlias = Callable[[Report], None]
 # Who hears of reports in this thread, and whether they want the graph's text in them.
@@ -42,16 +46,23 @@ class Options:
         target: ``"inductor"`` or ``"eager"``: who runs the graph, hence what pays.
         evidence: ``"declared"`` trusts every tag; ``"certified"`` only one with a certificate
             that counts for this op, library, architecture and dtype.
+        numerics: ``"default"`` admits rewrites that may move the last bit of a result, each
+            named in the report; ``"bitwise"`` only those that move elements.
+        fold_bias: fold a bias add into its GEMM where copies go behind it.
 
     Raises:
-        ValueError: for another target or evidence.
+        ValueError: for another target, evidence or numerics.
     """
 
     enabled: bool = True
     target: str = "inductor"
     evidence: str = "declared"
+    numerics: str = "default"
+    fold_bias: bool = True
 
     def __post_init__(self) -> None:
+        if self.numerics not in ("default", "bitwise"):
+            raise ValueError(f'numerics is {self.numerics!r}; give "default" or "bitwise"')
         if self.target not in ("inductor", "eager"):
             raise ValueError(f'target is {self.target!r}; give "inductor" or "eager"')
         if self.evidence not in ("declared", "certified"):
@@ -170,19 +181,35 @@ def run(graph: Graph, options: Options) -> Report:
     start = time.perf_counter()
     if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
         sort_topologically(graph)
-    facts = Facts(graph)
     wanted = text_wanted()
-    decisions = decide(facts, options.target, _limit(), options.evidence == "certified")
-    copies = decisions_of(facts, decisions)
-    attention = attention_of(facts, decisions)
+    original = Facts(graph)
+    state = rewritten(original, options)
+    copies = decisions_of(original, state)
+    attention = attention_of(state.facts, state.decisions)
     seconds = time.perf_counter() - start
     before = graph_text(graph) if wanted else ""
     start = time.perf_counter()
-    if decisions.overlay.removed:
-        apply(graph, facts, decisions.overlay)
+    changed = bool(state.decisions.overlay.removed) or state.graph is not graph
+    if changed:
+        apply(state.graph, state.facts, state.decisions.overlay)
+    if state.graph is not graph:
+        transplant(graph, state.graph)
     seconds += time.perf_counter() - start
-    after = graph_text(graph) if wanted and decisions.overlay.removed else before
-    return Report(copies, attention, before, after, seconds=seconds)
+    after = graph_text(graph) if wanted and changed else before
+    return Report(copies, attention, before, after, seconds=seconds, notes=state.notes)
+
+
+def rewritten(facts: Facts, options: Options) -> State:
+    """The graph with every rewrite that leads to removals, and the decisions on it."""
+
+    def decided(facts: Facts) -> Decisions:
+        return decide(facts, options.target, _limit(), options.evidence == "certified")
+
+    state = State(facts.graph, facts, decided(facts))
+    for rewrite in REWRITES:
+        if getattr(options, rewrite.option) and not (rewrite.inexact and options.numerics == "bitwise"):
+            state = improve(state, rewrite, decided)
+    return state
 
 
 def disabled() -> bool:

@@ -54,20 +54,26 @@ class Journal:
         node.meta[key] = value
 
     def insert_before(
-        self, anchor: Node, target: Any, args: tuple[Any, ...], meta: dict[str, Any]
+        self,
+        anchor: Node,
+        target: Any,
+        args: tuple[Any, ...],
+        meta: dict[str, Any],
+        kwargs: dict[str, Any] | None = None,
     ) -> Node:
         with self.graph.inserting_before(anchor):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         node.meta.update(meta)
         self.inserted.add(node)
         self.undo.append(lambda: self.graph.erase_node(node))
         return node
 
     def set_kwarg(self, node: Node, name: str, value: Any) -> None:
-        old = node.kwargs
-        self.arguments.setdefault(node, (node.args, old))
-        self.undo.append(lambda: setattr(node, "kwargs", old))
-        node.kwargs = {**old, name: value}
+        self.set_arguments(node, node.args, {**node.kwargs, name: value})
+
+    def set_arguments(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep_arguments(node)
+        node.args, node.kwargs = args, kwargs
 
     def retarget(self, node: Node, target: Any) -> None:
         old = node.target
@@ -81,14 +87,17 @@ class Journal:
         self.dead.append(old)
 
     def _replace_input(self, user: Node, old: Node, new: Node) -> None:
-        args, kwargs = user.args, user.kwargs
-        self.arguments.setdefault(user, (args, kwargs))
+        self._keep_arguments(user)
+        user.replace_input_with(old, new)
+
+    def _keep_arguments(self, node: Node) -> None:
+        args, kwargs = node.args, node.kwargs
+        self.arguments.setdefault(node, (args, kwargs))
 
         def restore() -> None:
-            user.args, user.kwargs = args, kwargs
+            node.args, node.kwargs = args, kwargs
 
         self.undo.append(restore)
-        user.replace_input_with(old, new)
 
     def rollback(self) -> None:
         for step in reversed(self.undo):
@@ -177,7 +186,7 @@ def _emit(journal: Journal, node: Node, facts: Facts, overlay: Overlay) -> Node:
         with fake.fake_mode:
             result = op(fake, *args)
         symbolic = pytree.tree_map_only(torch.SymInt, lambda s: facts.size_node(s, node), args)
-        new = journal.insert_before(node, op, (value, *_one_free(op, symbolic)), meta)
+        new = journal.insert_before(node, op, (value, *one_free(op, symbolic)), meta)
         _set_inserted(new, result, node)
         return new
 
@@ -190,7 +199,7 @@ def _set_inserted(new: Node, value: Tensor, like: Node) -> None:
         new.meta["tensor_meta"] = extract_tensor_metadata(value)
 
 
-def _one_free(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def one_free(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Let ``view`` work out one size that no node of the graph holds."""
     if op is not aten.view.default:
         return args

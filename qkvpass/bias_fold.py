@@ -1,0 +1,135 @@
+"""Fold a bias that is added behind a view into the GEMM in front of it.
+
+``nn.MultiheadAttention`` over batch-first tokens traces to ``mm → view → add(bias) → views``.
+Inductor's own addmm pattern does not look through the view, so that the packed projection is no
+buffer, and each operand adds the bias anew.
+
+Before, and after::
+
+    v = view(mm(x, w), [S, B, N])            v = view(addmm(bias, x, w), [S, B, N])
+    q = select(view(add(v, bias)), 0)        q = select(view(v), 0)
+
+The sum is rounded once, where stock rounds the product and then the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from .edit import Editor
+from .layout import Layout, known
+from .match import Facts, nbytes, tensor_of
+from .speculate import Edited, Rewrite, State
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A bias add whose other summand is a view of a whole GEMM.
+
+    Args:
+        add: the sum.
+        mm: the product; nobody else reads it.
+        views: from the product to the summand, in this order; nobody else reads them.
+        bias: one number for each column of the product.
+    """
+
+    add: Node
+    mm: Node
+    views: tuple[Node, ...]
+    bias: Node
+
+
+def fold_of(add: Node, facts: Facts) -> Fold | None:
+    """The fold of a bias add, or None."""
+    if add.target is not aten.add.Tensor or len(add.args) != 2 or add.kwargs:
+        return None
+    if not all(isinstance(summand, Node) for summand in add.args):
+        return None
+    for summand, bias in (add.args, reversed(add.args)):
+        views, root = _behind(summand, facts)
+        if root.target is aten.mm.default and _is_bias(bias, summand, root, add):
+            return Fold(add, root, tuple(reversed(views)), bias)
+    return None
+
+
+def _behind(summand: Node, facts: Facts) -> tuple[list[Node], Node]:
+    """The views between a value and its root, and the root; the value itself if others read them."""
+    views, node = [], summand
+    while facts.is_view(node) and len(node.users) == 1 and not node.kwargs:
+        views.append(node)
+        node = node.all_input_nodes[0]
+    return (views, node) if views and len(node.users) == 1 else ([], summand)
+
+
+def _is_bias(bias: Node, summand: Node, mm: Node, add: Node) -> bool:
+    given = tensor_of(bias), tensor_of(summand), tensor_of(mm), tensor_of(add)
+    if any(t is None for t in given) or not given[2].is_floating_point():
+        return False
+    vector, viewed, product, total = given
+    columns = product.shape[1]
+    alike = all((t.dtype, t.device) == (product.dtype, product.device) for t in given)
+    return (
+        alike
+        and vector.dim() == 1
+        and known(vector.shape[0] == columns)
+        and viewed.dim() > 0
+        and known(viewed.shape[-1] == columns)
+        and known(viewed.stride(-1) == 1)
+        and known(nbytes(viewed) == nbytes(product))
+        and Layout.of(total).same(Layout.of(viewed))
+    )
+
+
+def find(state: State) -> list[str]:
+    """Names of the bias adds that can be folded."""
+    return [fold.add.name for fold in _folds(state.facts)]
+
+
+def _folds(facts: Facts) -> list[Fold]:
+    return [fold for node in facts.nodes if (fold := fold_of(node, facts)) is not None]
+
+
+def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
+    """Fold the bias adds named."""
+    facts = Facts(graph)
+    editor = Editor(graph, facts)
+    edited = {}
+    for fold in _folds(facts):
+        if fold.add.name not in sites:
+            continue
+        note = (
+            f"the bias added by {fold.add.name} is part of the GEMM {fold.mm.name} (addmm): "
+            f"the sum is rounded once instead of twice"
+        )
+        edited[fold.add.name] = Edited(note, _leads_to_removals(_fold(fold, editor)))
+    editor.journal.commit()
+    return edited
+
+
+def _fold(fold: Fold, editor: Editor) -> Node:
+    """Put one ``addmm`` and the same views in the place of product, views and sum."""
+    x, weight = fold.mm.args
+    value = addmm = editor.call(fold.add, aten.addmm.default, fold.bias, x, weight)
+    for view in fold.views:
+        value = editor.call(fold.add, view.target, value, *view.args[1:])
+    editor.journal.dead.append(fold.mm)  # commit starts with the last, and this one is read by it
+    editor.replace(fold.add, value)
+    return addmm
+
+
+def _leads_to_removals(addmm: Node) -> Callable[[State], bool]:
+    def pays(state: State) -> bool:
+        decisions = state.decisions
+        roots = (decisions.overlay.root_of(copy, state.facts) for copy in decisions.removed)
+        return any(root is addmm for root in roots)
+
+    return pays
+
+
+REWRITE = Rewrite("fold_bias", find, edit, inexact=True)
