@@ -9,7 +9,8 @@ Before, and after::
     v = view(mm(x, w), [S, B, N])            v = view(addmm(bias, x, w), [S, B, N])
     q = select(view(add(v, bias)), 0)        q = select(view(v), 0)
 
-The sum is rounded once, where stock rounds the product and then the sum.
+The sum is rounded once, where stock rounds the product and then the sum. Where every bit counts,
+the sum is written once as it is: behind ``as_strided``, since Inductor realises what that op reads.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .edit import Editor
+from .edit import Editor, NotPossible
 from .layout import Layout, known
 from .match import Facts, nbytes, tensor_of
-from .speculate import Edited, Rewrite, State
+from .speculate import FAILED, Edited, Rewrite, State
 
 aten = torch.ops.aten
 
@@ -95,21 +96,38 @@ def _folds(facts: Facts) -> list[Fold]:
     return [fold for node in facts.nodes if (fold := fold_of(node, facts)) is not None]
 
 
-def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
-    """Fold the bias adds named."""
+def _edit(
+    graph: Graph, sites: frozenset[str], one: Callable[[Fold, Editor], Node], note: str
+) -> dict[str, Edited]:
     facts = Facts(graph)
     editor = Editor(graph, facts)
     edited = {}
     for fold in _folds(facts):
         if fold.add.name not in sites:
             continue
-        note = (
-            f"the bias added by {fold.add.name} is part of the GEMM {fold.mm.name} (addmm): "
-            f"the sum is rounded once instead of twice"
-        )
-        edited[fold.add.name] = Edited(note, _leads_to_removals(_fold(fold, editor)))
+        try:
+            root = one(fold, editor)
+        except NotPossible:
+            edited[fold.add.name] = FAILED
+            continue
+        text = note.format(add=fold.add.name, mm=fold.mm.name)
+        edited[fold.add.name] = Edited(text, _leads_to_removals(root))
     editor.journal.commit()
     return edited
+
+
+def fold_into_gemm(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
+    """Fold the bias adds named."""
+    note = (
+        "the bias added by {add} is part of the GEMM {mm} now (addmm): "
+        "the sum is rounded once instead of twice"
+    )
+    return _edit(graph, sites, _fold, note)
+
+
+def realise(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
+    """Have the sums named written once, in the same bits."""
+    return _edit(graph, sites, _realise, "{add}, which adds the bias to {mm}, is written once")
 
 
 def _fold(fold: Fold, editor: Editor) -> Node:
@@ -123,6 +141,17 @@ def _fold(fold: Fold, editor: Editor) -> Node:
     return addmm
 
 
+def _realise(fold: Fold, editor: Editor) -> Node:
+    """Let all that reads the sum read it through ``as_strided``."""
+    users = list(fold.add.users)
+    rows, columns = fold.mm.meta["val"].shape
+    after = fold.add.next
+    flat = editor.view(after, fold.add, [rows, columns])
+    flat = editor.call(after, aten.as_strided.default, flat, [rows, columns], [columns, 1], 0)
+    editor.redirect(users, fold.add, editor.view(after, flat, list(fold.add.meta["val"].shape)))
+    return fold.add
+
+
 def _leads_to_removals(addmm: Node) -> Callable[[State], bool]:
     def pays(state: State) -> bool:
         decisions = state.decisions
@@ -132,4 +161,5 @@ def _leads_to_removals(addmm: Node) -> Callable[[State], bool]:
     return pays
 
 
-REWRITE = Rewrite("fold_bias", find, edit, inexact=True)
+FOLD = Rewrite("fold_bias", find, fold_into_gemm, numerics=("default",))
+REALISE = Rewrite("fold_bias", find, realise, numerics=("bitwise",))

@@ -16,16 +16,16 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .compat import detect_fake_mode, extract_tensor_metadata, no_new_guards
-from .layout import Int, Layout
+from .layout import Int, Layout, NotAView, StridedView
 from .match import Facts
-from .rewrite import Journal, RewriteFault, one_free
+from .rewrite import Journal, RewriteFault
 from .safety import unchanged
 
 aten = torch.ops.aten
 
 
-class NoSuchSize(Exception):
-    """No node of the graph holds a size that an edit needs."""
+class NotPossible(Exception):
+    """An edit cannot be expressed here; the copy of the graph is of no use any more."""
 
 
 def copy_of(graph: Graph) -> Graph:
@@ -46,33 +46,54 @@ class Editor:
         self.facts = facts
 
     def call(self, anchor: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new op in front of ``anchor``.
+        """A new op in front of ``anchor``, with its value.
 
         Raises:
-            NewGuard: if its value needs one.
-            NoSuchSize: if no node holds a symbolic size among the arguments.
+            NotPossible: if the op rejects its inputs, needs a guard, or needs a symbolic size
+                that no node of the graph holds.
         """
         args = pytree.tree_map_only(torch.SymInt, lambda s: self.facts.size_node(s, anchor), args)
-        try:
-            args = (args[0], *one_free(op, args[1:]))
-        except RewriteFault as fault:
-            raise NoSuchSize(str(fault)) from fault
-        if any(a is None for a in pytree.tree_leaves(args, is_leaf=lambda a: a is None)):
-            raise NoSuchSize(f"no node of the graph holds a size of {op}")
-        given = map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = detect_fake_mode(given)
-        if mode is None:
-            raise NoSuchSize("the graph has no fake values")
-        with torch.no_grad(), mode, no_new_guards(mode):
-            value = op(*given[0], **given[1])
+        value = self._value(op, args, kwargs)
         meta = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
         meta["val"] = value
         if "tensor_meta" in anchor.meta:
             meta["tensor_meta"] = pytree.tree_map_only(Tensor, extract_tensor_metadata, value)
         return self.journal.insert_before(anchor, op, args, meta, kwargs)
 
+    def _value(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if any(a is None for a in pytree.tree_leaves(args, is_leaf=lambda a: a is None)):
+            raise NotPossible(f"no node of the graph holds a size of {op}")
+        given = map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = detect_fake_mode(given)
+        if mode is None:
+            raise NotPossible("the graph has no fake values")
+        try:
+            with torch.no_grad(), mode, no_new_guards(mode):
+                return op(*given[0], **given[1])
+        except Exception as fault:
+            raise NotPossible(f"{op}: {fault}") from fault
+
     def view(self, anchor: Node, value: Node, size: list[Int]) -> Node:
-        return self.call(anchor, aten.view.default, value, size)
+        """``value.view(size)``, where the view is legal.
+
+        Raises:
+            NotPossible: if it is not.
+        """
+        if not self.viewable(value, size):
+            raise NotPossible(f"{value.name} has no view of sizes {size}")
+        sizes = [self.facts.size_node(s, anchor) if isinstance(s, torch.SymInt) else s for s in size]
+        if sizes.count(None) == 1:  # `view` works out one size that no node holds
+            sizes[sizes.index(None)] = -1
+        return self.call(anchor, aten.view.default, value, sizes)
+
+    @staticmethod
+    def viewable(value: Node, size: list[Int]) -> bool:
+        """Whether a view of these sizes is legal; fake tensors let some pass that are not."""
+        try:
+            view = StridedView.of(Layout.of(value.meta["val"])).reshape(size)
+        except NotAView:
+            return False
+        return view.layout(size) is not None
 
     def permute(self, anchor: Node, value: Node, order: list[int]) -> Node:
         if order == list(range(len(order))):
@@ -88,16 +109,26 @@ class Editor:
         )
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let the users of ``old`` read ``new``, which must look the same.
+        """Let the users of ``old`` read ``new``, which must look the same; ``old`` dies.
 
         Raises:
-            RewriteFault: if it does not.
+            NotPossible: if it does not.
+        """
+        self.redirect(list(old.users), old, new)
+        self.journal.dead.append(old)
+
+    def redirect(self, users: list[Node], old: Node, new: Node) -> None:
+        """Let some users of ``old`` read ``new``, which must look the same.
+
+        Raises:
+            NotPossible: if it does not.
         """
         before, after = old.meta["val"], new.meta["val"]
         alike = (before.dtype, before.device) == (after.dtype, after.device)
         if not alike or not unchanged(before, after):
-            raise RewriteFault(f"{new.name} is not laid out as {old.name}")
-        self.journal.replace(old, new)
+            raise NotPossible(f"{new.name} is not laid out as {old.name}")
+        for user in users:
+            self.journal.replace_input(user, old, new)
 
 
 def transplant(graph: Graph, finished: Graph) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import bias_fold, tags, triton_tags
+from . import bias_fold, row_order, tags, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
 from .decide import Decisions, decide
 from .edit import transplant
@@ -28,7 +28,7 @@ from .speculate import State, improve
 
 log = logging.getLogger("qkvpass")
 
-REWRITES = (bias_fold.REWRITE,)
+REWRITES = (bias_fold.FOLD, bias_fold.REALISE, row_order.REWRITE)
 
 Listener: TypeAlias = Callable[[Report], None]
 # Who hears of reports in this thread, and whether they want the graph's text in them.
@@ -49,6 +49,8 @@ class Options:
         numerics: ``"default"`` admits rewrites that may move the last bit of a result, each
             named in the report; ``"bitwise"`` only those that move elements.
         fold_bias: fold a bias add into its GEMM where copies go behind it.
+        permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
+            it is a view.
 
     Raises:
         ValueError: for another target, evidence or numerics.
@@ -59,6 +61,7 @@ class Options:
     evidence: str = "declared"
     numerics: str = "default"
     fold_bias: bool = True
+    permute_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.numerics not in ("default", "bitwise"):
@@ -202,12 +205,14 @@ def run(graph: Graph, options: Options) -> Report:
 def rewritten(facts: Facts, options: Options) -> State:
     """The graph with every rewrite that leads to removals, and the decisions on it."""
 
-    def decided(facts: Facts) -> Decisions:
-        return decide(facts, options.target, _limit(), options.evidence == "certified")
+    certified_only = options.evidence == "certified"
 
-    state = State(facts.graph, facts, decided(facts))
+    def decided(facts: Facts) -> Decisions:
+        return decide(facts, options.target, _limit(), certified_only)
+
+    state = State(facts.graph, facts, decided(facts), certified_only=certified_only)
     for rewrite in REWRITES:
-        if getattr(options, rewrite.option) and not (rewrite.inexact and options.numerics == "bitwise"):
+        if getattr(options, rewrite.option) and options.numerics in rewrite.numerics:
             state = improve(state, rewrite, decided)
     return state
 

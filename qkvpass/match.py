@@ -191,6 +191,7 @@ class Facts:
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.root: dict[Node, Node] = {}  # the node whose buffer a value lies in
+        self.base: dict[Node, Node] = {}  # the node that only known views lead from to a value
         self.written: dict[Node, Node] = {}  # root -> an op that writes it
         self.backward: set[Node] = set()
         self.sources: dict[Node, Node] = {}  # copy -> what it copies
@@ -205,6 +206,7 @@ class Facts:
             self.sources[node] = source
         aliases = bool(inputs) and source is None and (is_view(node) or aliases_input(node))
         self.root[node] = self.root[inputs[0]] if aliases else node
+        self.base[node] = self.base[inputs[0]] if aliases and is_view(node) else node
         if str(node.target).startswith("tangents") or any(n in self.backward for n in inputs):
             self.backward.add(node)
         for mutated in mutated_inputs(node):

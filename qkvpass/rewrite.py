@@ -83,10 +83,10 @@ class Journal:
     def replace(self, old: Node, new: Node) -> None:
         """Let the users of ``old`` read ``new``; ``old`` dies on commit."""
         for user in list(old.users):
-            self._replace_input(user, old, new)
+            self.replace_input(user, old, new)
         self.dead.append(old)
 
-    def _replace_input(self, user: Node, old: Node, new: Node) -> None:
+    def replace_input(self, user: Node, old: Node, new: Node) -> None:
         self._keep_arguments(user)
         user.replace_input_with(old, new)
 
@@ -186,7 +186,7 @@ def _emit(journal: Journal, node: Node, facts: Facts, overlay: Overlay) -> Node:
         with fake.fake_mode:
             result = op(fake, *args)
         symbolic = pytree.tree_map_only(torch.SymInt, lambda s: facts.size_node(s, node), args)
-        new = journal.insert_before(node, op, (value, *one_free(op, symbolic)), meta)
+        new = journal.insert_before(node, op, (value, *_one_free(op, symbolic)), meta)
         _set_inserted(new, result, node)
         return new
 
@@ -199,7 +199,7 @@ def _set_inserted(new: Node, value: Tensor, like: Node) -> None:
         new.meta["tensor_meta"] = extract_tensor_metadata(value)
 
 
-def one_free(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _one_free(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Let ``view`` work out one size that no node of the graph holds."""
     if op is not aten.view.default:
         return args

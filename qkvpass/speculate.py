@@ -28,6 +28,7 @@ class State:
         decisions: on the graph.
         notes: what was edited, one sentence each.
         vanished: copies that the edits themselves took out, by name, and how.
+        certified_only: whether tags without a certificate are trusted by the decisions.
     """
 
     graph: Graph
@@ -35,6 +36,7 @@ class State:
     decisions: Decisions
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, str] = field(default_factory=dict)
+    certified_only: bool = False
 
     @property
     def removed(self) -> frozenset[str]:
@@ -57,6 +59,9 @@ class Edited:
     vanished: Mapping[str, str] = field(default_factory=dict)
 
 
+FAILED = Edited("", lambda state: False)  # the edit could not be made
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """A kind of rewrite.
@@ -65,13 +70,13 @@ class Rewrite:
         option: the field of ``Options`` that switches it.
         find: its sites in a state, by a stable name.
         edit: edits a copy of the state's graph at the sites named, and says what it did.
-        inexact: whether it may move the last bit of a result.
+        numerics: the settings of ``Options.numerics`` that admit it.
     """
 
     option: str
     find: Callable[[State], Iterable[str]]
     edit: Callable[[Graph, State, frozenset[str]], dict[str, Edited]]
-    inexact: bool = False
+    numerics: tuple[str, ...] = ("default", "bitwise")
 
 
 def improve(state: State, rewrite: Rewrite, decide: Decide) -> State:
@@ -87,6 +92,7 @@ def improve(state: State, rewrite: Rewrite, decide: Decide) -> State:
             decide(facts),
             (*state.notes, *(e.note for e in edited.values())),
             {**state.vanished, **{k: v for e in edited.values() for k, v in e.vanished.items()}},
+            state.certified_only,
         )
         paying = frozenset(site for site, e in edited.items() if e.pays(tried))
         if paying == sites:
