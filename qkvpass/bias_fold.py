@@ -50,9 +50,10 @@ def fold_of(add: Node, facts: Facts) -> Fold | None:
     """The fold of a bias add, or None."""
     if add.target is not aten.add.Tensor or len(add.args) != 2 or add.kwargs:
         return None
-    if not all(isinstance(summand, Node) for summand in add.args):
+    one, other = add.args
+    if not isinstance(one, Node) or not isinstance(other, Node):
         return None
-    for summand, bias in (add.args, reversed(add.args)):
+    for summand, bias in ((one, other), (other, one)):
         views, root = _behind(summand, facts)
         if root.target is aten.mm.default and _is_bias(bias, summand, root, add):
             return Fold(add, root, tuple(reversed(views)), bias)
@@ -60,7 +61,7 @@ def fold_of(add: Node, facts: Facts) -> Fold | None:
 
 
 def _behind(summand: Node, facts: Facts) -> tuple[list[Node], Node]:
-    """The views between a value and its root, and the root; the value itself if others read them."""
+    """The views between a value and its root, and the root; none if others read them."""
     views, node = [], summand
     while facts.is_view(node) and len(node.users) == 1 and not node.kwargs:
         views.append(node)
@@ -69,14 +70,17 @@ def _behind(summand: Node, facts: Facts) -> tuple[list[Node], Node]:
 
 
 def _is_bias(bias: Node, summand: Node, mm: Node, add: Node) -> bool:
-    given = tensor_of(bias), tensor_of(summand), tensor_of(mm), tensor_of(add)
-    if any(t is None for t in given) or not given[2].is_floating_point():
+    """Whether one number is added to each whole column of the product."""
+    vector, viewed, product, total = (tensor_of(n) for n in (bias, summand, mm, add))
+    if vector is None or viewed is None or product is None or total is None:
         return False
-    vector, viewed, product, total = given
     columns = product.shape[1]
-    alike = all((t.dtype, t.device) == (product.dtype, product.device) for t in given)
+    alike = all(
+        (t.dtype, t.device) == (product.dtype, product.device) for t in (vector, viewed, total)
+    )
     return (
         alike
+        and product.is_floating_point()
         and vector.dim() == 1
         and known(vector.shape[0] == columns)
         and viewed.dim() > 0

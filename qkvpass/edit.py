@@ -23,6 +23,8 @@ from .safety import unchanged
 
 aten = torch.ops.aten
 
+_TRACES: tuple[str, ...] = ("stack_trace", "nn_module_stack")
+
 
 class NotPossible(Exception):
     """An edit cannot be expressed here; the copy of the graph is of no use any more."""
@@ -52,9 +54,9 @@ class Editor:
             NotPossible: if the op rejects its inputs, needs a guard, or needs a symbolic size
                 that no node of the graph holds.
         """
-        args = pytree.tree_map_only(torch.SymInt, lambda s: self.facts.size_node(s, anchor), args)
+        args = pytree.tree_map_only(torch.SymInt, lambda s: self._named(s, anchor), args)
         value = self._value(op, args, kwargs)
-        meta = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
+        meta: dict[str, Any] = {k: anchor.meta[k] for k in _TRACES if k in anchor.meta}
         meta["val"] = value
         if "tensor_meta" in anchor.meta:
             meta["tensor_meta"] = pytree.tree_map_only(Tensor, extract_tensor_metadata, value)
@@ -81,10 +83,13 @@ class Editor:
         """
         if not self.viewable(value, size):
             raise NotPossible(f"{value.name} has no view of sizes {size}")
-        sizes = [self.facts.size_node(s, anchor) if isinstance(s, torch.SymInt) else s for s in size]
+        sizes = [self._named(s, anchor) for s in size]
         if sizes.count(None) == 1:  # `view` works out one size that no node holds
             sizes[sizes.index(None)] = -1
         return self.call(anchor, aten.view.default, value, sizes)
+
+    def _named(self, size: Int, anchor: Node) -> Int | Node | None:
+        return size if isinstance(size, int) else self.facts.size_node(size, anchor)
 
     @staticmethod
     def viewable(value: Node, size: list[Int]) -> bool:
@@ -104,9 +109,7 @@ class Editor:
         """A row-major copy, or the value itself where it is row-major."""
         if Layout.of(value.meta["val"]).row_major:
             return value
-        return self.call(
-            anchor, aten.clone.default, value, memory_format=torch.contiguous_format
-        )
+        return self.call(anchor, aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def replace(self, old: Node, new: Node) -> None:
         """Let the users of ``old`` read ``new``, which must look the same; ``old`` dies.

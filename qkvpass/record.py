@@ -46,6 +46,7 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
 
 def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:
     """A copy that a rewrite took out."""
+    inlined = not policy.is_materialised(facts.root[facts.sources[node]])
     behind = _attention_in_front(node, facts)
     return CopyDecision(
         node=node.name,
@@ -56,7 +57,7 @@ def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:
         detail=how,
         nbytes=_traffic(node),
         source=source_line(node),
-        folded=policy.is_folded(node) or not policy.is_materialised(facts.root[facts.sources[node]]),
+        folded=inlined or policy.is_folded(node),
     )
 
 

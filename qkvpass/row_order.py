@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -34,7 +35,7 @@ from .views import recompose
 aten = torch.ops.aten
 
 # The argument whose rows are the rows of the result.
-ROWS_OF = {aten.mm.default: 0, aten.addmm.default: 1}
+ROWS_OF: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class Rows:
 def rows_of(gemm: Node, facts: Facts) -> Rows | None:
     """How a GEMM reads its rows, where that is a permutation of whole dims; else None."""
     position = ROWS_OF.get(gemm.target)
-    if position is None or not isinstance(gemm.args[position], Node):
+    if position is None:
         return None
-    chain, source = _chain(gemm.args[position], facts)
+    chain, source = _chain(_operand(gemm), facts)
     value = tensor_of(source)
     if value is None:
         return None
@@ -85,6 +86,12 @@ def rows_of(gemm: Node, facts: Facts) -> Rows | None:
     below = chain[: chain.index(copies[-1]) + 1] if copies else ()
     private = all(len(node.users) == 1 for node in below)
     return Rows(gemm, source, tuple(rows), tuple(columns), copies, private)
+
+
+def _operand(gemm: Node) -> Node:
+    operand = gemm.args[ROWS_OF[gemm.target]]
+    assert isinstance(operand, Node)
+    return operand
 
 
 def _chain(node: Node, facts: Facts) -> tuple[list[Node], Node]:
@@ -197,16 +204,16 @@ def _move(gemm: Node, editor: Editor) -> _Move:
     if rows is None:
         raise NotPossible(f"the rows of {gemm.name} are no permutation any more")
     position = ROWS_OF[gemm.target]
-    operand, result = gemm.args[position], gemm.meta["val"]
+    size, result = list(_operand(gemm).meta["val"].shape), gemm.meta["val"]
     shape = rows.source.meta["val"].shape
     ordered = sorted(rows.rows)
     ones = [d for d in range(len(shape)) if d not in (*ordered, *rows.columns)]
     value = editor.permute(gemm, rows.source, [*ones, *ordered, *rows.columns])
     before = None
-    if not editor.viewable(value, list(operand.meta["val"].shape)):
+    if not editor.viewable(value, size):
         value = editor.dense(gemm, value)
         before = value.name
-    value = editor.view(gemm, value, list(operand.meta["val"].shape))
+    value = editor.view(gemm, value, size)
     arguments = [*gemm.args[:position], value, *gemm.args[position + 1 :]]
     value = editor.call(gemm, gemm.target, *arguments, **gemm.kwargs)
     value = editor.view(gemm, value, [*(shape[d] for d in ordered), result.shape[1]])

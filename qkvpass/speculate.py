@@ -1,7 +1,8 @@
 """Rewrites that pay only where copies go behind them: tried on a copy of the graph.
 
-A rewrite finds its sites, edits a copy, and all decisions are made anew on it. A site stays only if it led to removals and cost none; without such a site the graph is left
-as it was, node for node.
+A rewrite finds its sites, edits a copy, and all decisions are made anew on it. A site stays only
+if it led to removals and cost none; without such a site the graph is left as it was, node for
+node.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class State:
     @property
     def removed(self) -> frozenset[str]:
         """Names of copies that would be gone."""
-        return frozenset({node.name for node in self.decisions.overlay.removed} | set(self.vanished))
+        return frozenset(self.vanished) | {node.name for node in self.decisions.overlay.removed}
 
 
 @dataclass(frozen=True)
