@@ -55,18 +55,19 @@ def fold_of(add: Node, facts: Facts) -> Fold | None:
         return None
     for summand, bias in ((one, other), (other, one)):
         views, root = _behind(summand, facts)
-        if root.target is aten.mm.default and _is_bias(bias, summand, root, add):
+        private = all(len(node.users) == 1 for node in (*views, root))
+        if private and root.target is aten.mm.default and _is_bias(bias, summand, root, add):
             return Fold(add, root, tuple(reversed(views)), bias)
     return None
 
 
 def _behind(summand: Node, facts: Facts) -> tuple[list[Node], Node]:
-    """The views between a value and its root, and the root; none if others read them."""
+    """The views between a value and its root, and the root."""
     views, node = [], summand
-    while facts.is_view(node) and len(node.users) == 1 and not node.kwargs:
+    while facts.is_view(node) and not node.kwargs:
         views.append(node)
         node = node.all_input_nodes[0]
-    return (views, node) if views and len(node.users) == 1 else ([], summand)
+    return views, node
 
 
 def _is_bias(bias: Node, summand: Node, mm: Node, add: Node) -> bool:
@@ -146,13 +147,20 @@ def _fold(fold: Fold, editor: Editor) -> Node:
 
 
 def _realise(fold: Fold, editor: Editor) -> Node:
-    """Let all that reads the sum read it through ``as_strided``."""
-    users = list(fold.add.users)
+    """Let all that reads the sum read it through ``as_strided``.
+
+    Nodes of the graph must hold its sizes and strides: as the sum has them, or as rows and columns.
+    """
+    users, after, value = list(fold.add.users), fold.add.next, fold.add.meta["val"]
     rows, columns = fold.mm.meta["val"].shape
-    after = fold.add.next
-    flat = editor.view(after, fold.add, [rows, columns])
-    flat = editor.call(after, aten.as_strided.default, flat, [rows, columns], [columns, 1], 0)
-    editor.redirect(users, fold.add, editor.view(after, flat, list(fold.add.meta["val"].shape)))
+    try:
+        layout = (list(value.shape), list(value.stride()), 0)
+        realised = editor.call(after, aten.as_strided.default, fold.add, *layout)
+    except NotPossible:
+        flat = editor.view(after, fold.add, [rows, columns])
+        flat = editor.call(after, aten.as_strided.default, flat, [rows, columns], [columns, 1], 0)
+        realised = editor.view(after, flat, list(value.shape))
+    editor.redirect(users, fold.add, realised)
     return fold.add
 
 

@@ -29,6 +29,14 @@ def same(a: Sequence[Int], b: Sequence[Int]) -> bool:
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b))
 
 
+def plain(number: Int) -> Int:
+    """``number`` as an int where its symbols cancel out; nodes of a graph need hold only others."""
+    if isinstance(number, int):
+        return number
+    constant = number.node.maybe_as_int()
+    return number if constant is None else constant
+
+
 def product(sizes: Sequence[Int]) -> Int:
     total: Int = 1
     for size in sizes:
@@ -271,8 +279,8 @@ def radix_view(root: Layout, target: Layout) -> RadixView | None:
             return None
         start: Int = 0
         if not known(offset < stride):
-            start, offset = offset // stride, offset % stride
-        extent = outer // stride
+            start, offset = plain(offset // stride), plain(offset % stride)
+        extent = plain(outer // stride)
         if not known(start + size <= extent):
             return None
         steps.append(RadixStep(extent, start, size))

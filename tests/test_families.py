@@ -21,8 +21,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "F3": GONE | {"": "removed-cascade"},
     # One copy makes all three, and the report names it once.
     "F4": GONE | {"": "removed-cascade"},
-    # The bias is added behind a view, so the packed projection is no buffer of its own.
-    "F5": dict.fromkeys("qkv", "producer-fused") | {"": "no-attention-consumer"},
+    # The copies in front of the first GEMM and behind the last one go with the others.
+    "F5": GONE | {"": "removed"},
     "F6": {"q": "mutated", "k": "mutated", "v": "removed"},
     "F7": {"q": "opaque-consumer", "k": "opaque-consumer", "v": "removed"},
     "F8": GONE,
