@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import bias_fold, row_order, tags, triton_tags
+from . import bias_fold, row_order, tags, token_major, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
 from .decide import Decisions, decide
 from .edit import transplant
@@ -28,7 +28,7 @@ from .speculate import State, improve
 
 log = logging.getLogger("qkvpass")
 
-REWRITES = (bias_fold.FOLD, bias_fold.REALISE, row_order.REWRITE)
+REWRITES = (bias_fold.FOLD, bias_fold.REALISE, row_order.REWRITE, token_major.REWRITE)
 
 Listener: TypeAlias = Callable[[Report], None]
 # Who hears of reports in this thread, and whether they want the graph's text in them.
@@ -51,6 +51,8 @@ class Options:
         fold_bias: fold a bias add into its GEMM where copies go behind it.
         permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
             it is a view.
+        relay_cat: let a ``cat`` that writes q write it token-major, where that spares the copy
+            behind the attention.
 
     Raises:
         ValueError: for another target, evidence or numerics.
@@ -62,6 +64,7 @@ class Options:
     numerics: str = "default"
     fold_bias: bool = True
     permute_rows: bool = True
+    relay_cat: bool = True
 
     def __post_init__(self) -> None:
         if self.numerics not in ("default", "bitwise"):

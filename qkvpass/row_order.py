@@ -88,6 +88,25 @@ def rows_of(gemm: Node, facts: Facts) -> Rows | None:
     return Rows(gemm, source, tuple(rows), tuple(columns), copies, private)
 
 
+def order_of(copy: Node, facts: Facts) -> tuple[Node, tuple[int, ...]] | None:
+    """What a copy re-lays and the order in which it writes its dims, where those are whole."""
+    chain, source = _chain(facts.sources[copy], facts)
+    value = tensor_of(source)
+    if value is None:
+        return None
+    strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
+    view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))
+    try:
+        for node in reversed(chain):
+            view = _step(node, view, facts)
+        order = [_dim(atom, value.shape, strides) for dim in view.dims for atom in dim]
+    except NotAView:
+        return None
+    ones = [d for d, size in enumerate(value.shape) if known(size == 1)]
+    order = [*ones, *order]
+    return (source, tuple(order)) if len(order) == value.dim() else None
+
+
 def _operand(gemm: Node) -> Node:
     operand = gemm.args[ROWS_OF[gemm.target]]
     assert isinstance(operand, Node)
