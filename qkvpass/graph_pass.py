@@ -51,8 +51,8 @@ class Options:
         fold_bias: fold a bias add into its GEMM where copies go behind it.
         permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
             it is a view.
-        relay_cat: let a ``cat`` that writes q write it token-major, where that spares the copy
-            behind the attention.
+        relay_q: let the ``cat`` or pointwise op that writes q write it token-major, where that
+            spares the copy behind the attention.
 
     Raises:
         ValueError: for another target, evidence or numerics.
@@ -64,7 +64,7 @@ class Options:
     numerics: str = "default"
     fold_bias: bool = True
     permute_rows: bool = True
-    relay_cat: bool = True
+    relay_q: bool = True
 
     def __post_init__(self) -> None:
         if self.numerics not in ("default", "bitwise"):

@@ -69,6 +69,9 @@ FRESH = frozenset(
 # Attention that is a higher-order op: seen, never tagged.
 HOP_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
 
+# Marks a copy that a rewrite put there for its layout: it is no candidate.
+WANTED = "qkvpass_wanted"
+
 # Higher-order ops that may write any of their operands.
 WRITING_HOPS = frozenset({"triton_kernel_wrapper_mutation", "with_effects"})
 
@@ -110,7 +113,7 @@ def tensor_of(node: Node) -> Tensor | None:
 
 def copy_source(node: Node) -> Node | None:
     """The node whose elements ``node`` copies into another layout; None if it does not."""
-    if node.op != "call_function" or tensor_of(node) is None:
+    if node.op != "call_function" or tensor_of(node) is None or WANTED in node.meta:
         return None
     source = _COPIES[node.target](node) if node.target in _COPIES else None
     return source if isinstance(source, Node) and tensor_of(source) is not None else None

@@ -1,8 +1,8 @@
-"""Let the ``cat`` that writes q write it in the order in which the output is wanted.
+"""Let the op that writes q write it in the order in which the output is wanted.
 
-The output of many attention kernels is laid out as q is. Where a ``cat`` must write q anyway (tokens
-that skip rope, rope on a part of the head), it may as well write it token-major: then the copy
-behind the attention has nothing to do.
+The output of many attention kernels is laid out as q is. Where a ``cat`` or a norm must write q
+anyway (tokens that skip rope, rope on a part of the head, qk-norm), it may as well write it
+token-major: then the copy behind the attention has nothing to do.
 
 Before, and after::
 
@@ -10,19 +10,23 @@ Before, and after::
     o = clone(permute(attn(q, k, v)))       o = permute(attn(q, k, v))
 
 Inductor takes the layout of a ``cat`` from the op, so that another layout needs another ``cat``.
+A pointwise op is written through a copy, which Inductor makes the op's own kernel do.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from .edit import Editor, NotPossible
-from .layout import Layout, known, same
-from .match import Facts, is_hop, operands, tensor_of
+from .layout import Layout, same
+from .match import WANTED, Facts, is_hop, operands, tensor_of
 from .row_order import order_of
 from .safety import is_pointwise
 from .speculate import FAILED, Edited, Rewrite, State
@@ -32,58 +36,69 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Site:
-    """An attention op whose output is copied into another order, and the cat that writes q.
+    """An attention op whose output is copied into another order, and what writes q.
 
     Args:
-        cat: writes q, dense; or what q is computed from, element by element.
+        writer: a cat that writes q, or what q is computed from, element by element; or, without
+            a cat, the pointwise op that writes q.
         copy: re-lays the output.
         order: of the output's dims, as the copy writes them.
     """
 
-    cat: Node
+    writer: Node
     copy: Node
     order: tuple[int, ...]
 
 
 def find(state: State) -> list[str]:
-    """Names of the cats that would better write q in another order."""
+    """Names of the ops that would better write q in another order."""
     return list(_sites(state.facts, state.removed))
 
 
 def _sites(facts: Facts, removed: frozenset[str]) -> dict[str, Site]:
     found = {}
     for copy in facts.sources:
-        if copy.name in removed or (ordered := order_of(copy, facts)) is None:
+        ordered = order_of(copy, facts) if copy.name not in removed else None
+        if ordered is None or list(ordered[1]) == sorted(ordered[1]):
             continue
         output, order = ordered
-        attention = output.all_input_nodes[0] if output.op == "call_function" else output
-        attention = output if output in facts.attention_set else attention
+        attention = output.all_input_nodes[0] if output.target is operator.getitem else output
         if attention not in facts.attention_set or is_hop(attention):
             continue
         q = next((operand.value for operand in operands(attention)), None)
-        cat = _cat_of(q, output, facts) if q is not None else None
-        if cat is not None and list(order) != sorted(order):
-            found[cat.name] = Site(cat, copy, order)
+        writer = _writer_of(q, facts) if q is not None else None
+        if writer is not None and _fits(writer, output):
+            found[writer.name] = Site(writer, copy, order)
     return found
 
 
-def _cat_of(q: Node, output: Node, facts: Facts) -> Node | None:
-    """The cat that q is, or is computed from element by element; of the output's dims."""
-    like, node = output.meta["val"], q
+def _writer_of(q: Node, facts: Facts) -> Node | None:
+    """The cat that q is, or is computed from element by element; else the op that makes q."""
+    node = q
     while node.target is not aten.cat.default:
         value = tensor_of(node)
         if value is None or not is_pointwise(node.target) or node in facts.sources:
-            return None
-        inputs = [n for n in node.all_input_nodes if (t := tensor_of(n)) is not None
-                  and same(t.shape, value.shape)]  # fmt: skip
+            break
+        inputs = [n for n in node.all_input_nodes if _is_alike(n, value)]
         if len(inputs) != 1:
-            return None
+            break
         (node,) = inputs
-    value = tensor_of(node)
-    if value is None or value.dim() != like.dim() or not Layout.of(value).row_major:
-        return None
-    alike = all(known(a == b) for a, b in zip(value.shape[:-1], like.shape[:-1]))
-    return node if alike else None
+    if node.target is aten.cat.default:
+        return node
+    return q if is_pointwise(q.target) and q not in facts.sources else None
+
+
+def _is_alike(node: Node, value: Tensor) -> bool:
+    other = tensor_of(node)
+    return other is not None and same(other.shape, value.shape)
+
+
+def _fits(writer: Node, output: Node) -> bool:
+    """Whether q is dense and has the dims of the output; head sizes may differ."""
+    value, like = tensor_of(writer), tensor_of(output)
+    if value is None or like is None or value.dim() != like.dim():
+        return False
+    return Layout.of(value).row_major and same(value.shape[:-1], like.shape[:-1])
 
 
 def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
@@ -106,17 +121,31 @@ def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]
 
 
 def _relay(site: Site, editor: Editor) -> Node:
-    """A cat over permuted parts, and a copy that hides it until the rule takes that out."""
-    cat, order = site.cat, list(site.order)
-    parts, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
+    """What the writer wrote, in another order, behind a copy that the rule is asked to take out."""
+    writer, order = site.writer, list(site.order)
+    relay = _relaid_cat if writer.target is aten.cat.default else _relaid
+    users, anchor = list(writer.users), writer.next
+    value = relay(writer, order, anchor, editor)
+    value = editor.permute(anchor, value, [order.index(d) for d in range(len(order))])
+    dense = editor.dense(anchor, value)
+    editor.redirect(users, writer, dense)
+    return dense
+
+
+def _relaid_cat(cat: Node, order: list[int], anchor: Node, editor: Editor) -> Node:
+    parts: Any = cat.args[0]
+    dim: Any = cat.args[1] if len(cat.args) > 1 else 0
     if cat.kwargs or any(part.meta["val"].dim() != len(order) for part in parts):
         raise NotPossible(f"{cat.name} joins tensors of different dims")
-    parts = [editor.permute(cat, part, order) for part in parts]
-    value = editor.call(cat, aten.cat.default, parts, order.index(dim % len(order)))
-    value = editor.permute(cat, value, [order.index(d) for d in range(len(order))])
-    dense = editor.dense(cat, value)
-    editor.replace(cat, dense)
-    return dense
+    parts = [editor.permute(anchor, part, order) for part in parts]
+    editor.journal.dead.append(cat)
+    return editor.call(anchor, aten.cat.default, parts, order.index(dim % len(order)))
+
+
+def _relaid(value: Node, order: list[int], anchor: Node, editor: Editor) -> Node:
+    written = editor.dense(anchor, editor.permute(anchor, value, order))
+    written.meta[WANTED] = True
+    return written
 
 
 def _pays(dense: str, copy: str) -> Callable[[State], bool]:
@@ -124,4 +153,4 @@ def _pays(dense: str, copy: str) -> Callable[[State], bool]:
     return lambda after: {dense, copy} <= after.removed
 
 
-REWRITE = Rewrite("relay_cat", find, edit)
+REWRITE = Rewrite("relay_q", find, edit)

@@ -13,7 +13,8 @@ from torch import nn
 # By operand: what becomes of the copy in front of it. "" is the copy behind the attention, or
 # one that reaches no attention operand.
 GONE = {"q": "removed", "k": "removed", "v": "removed"}
-KEPT_BY_CAT = {"q": "not-a-layout-copy", "k": "not-a-layout-copy", "": "no-attention-consumer"}
+# The cat that writes q writes it token-major, so that the output is, and its copy goes.
+RELAID = {"k": "not-a-layout-copy", "": "removed-cascade"}
 EXPECTED: dict[str, dict[str, str]] = {
     "F0": {},
     "F1": GONE,
@@ -26,8 +27,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "F6": {"q": "mutated", "k": "mutated", "v": "removed"},
     "F7": {"q": "opaque-consumer", "k": "opaque-consumer", "v": "removed"},
     "F8": GONE,
-    "F9": KEPT_BY_CAT,
-    "F10": KEPT_BY_CAT,
+    "F9": RELAID,
+    "F10": RELAID,
     "F11": dict.fromkeys("qkv", "not-a-layout-copy") | {"": "no-attention-consumer"},
     "F12": dict.fromkeys("kv", "broadcast-stride"),
     "F13": {"": "no-attention-consumer"},
