@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import bias_fold, row_order, tags, token_major, triton_tags
+from . import bias_fold, row_order, split_heads, tags, token_major, triton_tags
 from .compat import CustomGraphPass, hash_files, sort_topologically
 from .decide import Decisions, decide
 from .edit import transplant
@@ -28,7 +28,13 @@ from .speculate import State, improve
 
 log = logging.getLogger("qkvpass")
 
-REWRITES = (bias_fold.FOLD, bias_fold.REALISE, row_order.REWRITE, token_major.REWRITE)
+REWRITES = (
+    bias_fold.FOLD,
+    bias_fold.REALISE,
+    split_heads.REWRITE,
+    row_order.REWRITE,
+    token_major.REWRITE,
+)
 
 Listener: TypeAlias = Callable[[Report], None]
 # Who hears of reports in this thread, and whether they want the graph's text in them.
@@ -49,6 +55,8 @@ class Options:
         numerics: ``"default"`` admits rewrites that may move the last bit of a result, each
             named in the report; ``"bitwise"`` only those that move elements.
         fold_bias: fold a bias add into its GEMM where copies go behind it.
+        split_heads: give an attention op over merged batch and heads its two dims back, where
+            copies go then.
         permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
             it is a view.
         relay_q: let the ``cat`` or pointwise op that writes q write it token-major, where that
@@ -63,6 +71,7 @@ class Options:
     evidence: str = "declared"
     numerics: str = "default"
     fold_bias: bool = True
+    split_heads: bool = True
     permute_rows: bool = True
     relay_q: bool = True
 

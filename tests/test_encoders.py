@@ -181,14 +181,14 @@ def test_siglip_pooling_head() -> None:
 
 def test_groupvit() -> None:
     """Attention in ``bmm`` over merged heads, which Inductor makes into SDPA behind the views."""
-    outcome = standins.decide(groupvit(), images())
-    report = outcome.report
-    assert report.before == report.after and not report.removed
-    assert report.attention_ops
-    assert {outcome.verdicts[name] for name in "qkv"} == {"view-needs-dense"}
-    for copy in report.copies:
-        if copy.operand:
-            assert "merge dims with a gap" in copy.detail
+    traced = standins.trace(groupvit(), images())
+    outcome = standins.apply_pass(traced)
+    standins.verify(outcome)
+    assert removed(outcome.report) == {"query": 3, "key": 3, "value": 3, "behind": 3}
+    assert {str(copy.reason) for copy in outcome.report.kept} == {"no-attention-consumer"}
+    alone = standins.apply_pass(traced, split_heads=False)
+    assert str(alone.before.graph) == str(alone.after.graph)
+    assert {alone.verdicts[name] for name in "qkv"} == {"view-needs-dense"}
 
 
 def test_samvit_with_rel_pos() -> None:
