@@ -54,20 +54,26 @@ class Journal:
         node.meta[key] = value
 
     def insert_before(
-        self, anchor: Node, target: Any, args: tuple[Any, ...], meta: dict[str, Any]
+        self,
+        anchor: Node,
+        target: Any,
+        args: tuple[Any, ...],
+        meta: dict[str, Any],
+        kwargs: dict[str, Any] | None = None,
     ) -> Node:
         with self.graph.inserting_before(anchor):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         node.meta.update(meta)
         self.inserted.add(node)
         self.undo.append(lambda: self.graph.erase_node(node))
         return node
 
     def set_kwarg(self, node: Node, name: str, value: Any) -> None:
-        old = node.kwargs
-        self.arguments.setdefault(node, (node.args, old))
-        self.undo.append(lambda: setattr(node, "kwargs", old))
-        node.kwargs = {**old, name: value}
+        self.set_arguments(node, node.args, {**node.kwargs, name: value})
+
+    def set_arguments(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep_arguments(node)
+        node.args, node.kwargs = args, kwargs
 
     def retarget(self, node: Node, target: Any) -> None:
         old = node.target
@@ -77,18 +83,21 @@ class Journal:
     def replace(self, old: Node, new: Node) -> None:
         """Let the users of ``old`` read ``new``; ``old`` dies on commit."""
         for user in list(old.users):
-            self._replace_input(user, old, new)
+            self.replace_input(user, old, new)
         self.dead.append(old)
 
-    def _replace_input(self, user: Node, old: Node, new: Node) -> None:
-        args, kwargs = user.args, user.kwargs
-        self.arguments.setdefault(user, (args, kwargs))
+    def replace_input(self, user: Node, old: Node, new: Node) -> None:
+        self._keep_arguments(user)
+        user.replace_input_with(old, new)
+
+    def _keep_arguments(self, node: Node) -> None:
+        args, kwargs = node.args, node.kwargs
+        self.arguments.setdefault(node, (args, kwargs))
 
         def restore() -> None:
-            user.args, user.kwargs = args, kwargs
+            node.args, node.kwargs = args, kwargs
 
         self.undo.append(restore)
-        user.replace_input_with(old, new)
 
     def rollback(self) -> None:
         for step in reversed(self.undo):

@@ -16,20 +16,39 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
-from . import halving, observe, tags, triton_tags
+from . import (
+    bias_fold,
+    halving,
+    observe,
+    row_order,
+    split_heads,
+    tags,
+    token_major,
+    triton_tags,
+)
 from .compat import (
     CustomGraphPass,
     hash_files,
     saved_tensor_hooks_active,
     sort_topologically,
 )
-from .decide import decide
+from .decide import Decisions, decide
 from .edit import apply
+from .editor import transplant
 from .match import Facts
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
+from .speculate import State, improve
 
 log = logging.getLogger("qkvpass")
+
+REWRITES = (
+    bias_fold.FOLD,
+    bias_fold.REALISE,
+    split_heads.REWRITE,
+    row_order.REWRITE,
+    token_major.REWRITE,
+)
 
 Listener: TypeAlias = Callable[[Report], None]
 NOT_KEPT = Report((), (), "", "", cached=True, notes=("from a cache; no report was kept for it",))
@@ -65,17 +84,33 @@ class Options:
             that counts for this op, library, architecture and dtype.
         autograd: whether autograd may run over the rewritten graph, by backward ops that the
             graph does not show.
+        numerics: ``"default"`` admits rewrites that may move the last bit of a result, each
+            named in the report; ``"bitwise"`` only those that move elements.
+        fold_bias: fold a bias add into its GEMM where copies go behind it.
+        split_heads: give an attention op over merged batch and heads its two dims back, where
+            copies go then.
+        permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
+            it is a view.
+        relay_q: let the ``cat`` or pointwise op that writes q write it token-major, where that
+            spares the copy behind the attention.
 
     Raises:
-        ValueError: for another target or evidence.
+        ValueError: for another target, evidence or numerics.
     """
 
     enabled: bool = True
     target: str = "inductor"
     evidence: str = "declared"
     autograd: bool = False
+    numerics: str = "default"
+    fold_bias: bool = True
+    split_heads: bool = True
+    permute_rows: bool = True
+    relay_q: bool = True
 
     def __post_init__(self) -> None:
+        if self.numerics not in ("default", "bitwise"):
+            raise ValueError(f'numerics is {self.numerics!r}; give "default" or "bitwise"')
         if self.target not in ("inductor", "eager"):
             raise ValueError(f'target is {self.target!r}; give "inductor" or "eager"')
         if self.evidence not in ("declared", "certified"):
@@ -213,21 +248,37 @@ def run(graph: Graph, options: Options) -> Report:
     start = time.perf_counter()
     if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
         sort_topologically(graph)
-    facts = Facts(graph, options.autograd)
     wanted = text_wanted()
-    decisions = decide(
-        facts, options.target, halving.limit_of(facts), options.evidence == "certified"
-    )
-    copies = decisions_of(facts, decisions)
-    attention = attention_of(facts, decisions)
+    original = Facts(graph, options.autograd)
+    state = rewritten(original, options)
+    copies = decisions_of(original, state)
+    attention = attention_of(state.facts, state.decisions)
     seconds = time.perf_counter() - start
     before = graph_text(graph) if wanted else ""
     start = time.perf_counter()
-    if decisions.overlay.removed:
-        apply(graph, facts, decisions.overlay)
+    changed = bool(state.decisions.overlay.removed) or state.graph is not graph
+    if changed:
+        apply(state.graph, state.facts, state.decisions.overlay)
+    if state.graph is not graph:
+        transplant(graph, state.graph)
     seconds += time.perf_counter() - start
-    after = graph_text(graph) if wanted and decisions.overlay.removed else before
-    return Report(copies, attention, before, after, seconds=seconds)
+    after = graph_text(graph) if wanted and changed else before
+    return Report(copies, attention, before, after, seconds=seconds, notes=state.notes)
+
+
+def rewritten(facts: Facts, options: Options) -> State:
+    """The graph with every rewrite that leads to removals, and the decisions on it."""
+    certified_only = options.evidence == "certified"
+    limit = halving.limit_of(facts)
+
+    def decided(facts: Facts) -> Decisions:
+        return decide(facts, options.target, limit, certified_only)
+
+    state = State(facts.graph, facts, decided(facts), certified_only=certified_only)
+    for rewrite in REWRITES:
+        if getattr(options, rewrite.option) and options.numerics in rewrite.numerics:
+            state = improve(state, rewrite, decided)
+    return state
 
 
 def disabled() -> bool:

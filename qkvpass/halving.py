@@ -64,12 +64,19 @@ def limit_of(facts: Facts) -> int | None:
     Raises:
         ValueError: if the environment variable is no whole number.
     """
-    if not active():
-        return _from_environment()
+    if not active() and not os.environ.get(VARIABLE):
+        return None
     candidates = find_candidates(facts)
+    most = _most(candidates)
+    return most if most < len(candidates) else None
+
+
+def _most(candidates: list[Candidate]) -> int:
     if (budget := _budget.get()) is not None:
         return budget.share(len(candidates))
-    return sum(not bisector_disables(_named(candidate)) for candidate in candidates)
+    if bisecting():
+        return sum(not bisector_disables(_named(candidate)) for candidate in candidates)
+    return _from_environment()
 
 
 def _named(candidate: Candidate) -> str:
@@ -77,10 +84,8 @@ def _named(candidate: Candidate) -> str:
     return f"qkvpass: {candidate.node.name}, {sink.name} of {sink.node.name}"
 
 
-def _from_environment() -> int | None:
-    value = os.environ.get(VARIABLE)
-    if not value:
-        return None
+def _from_environment() -> int:
+    value = os.environ[VARIABLE]
     if not value.isdecimal():
         raise ValueError(f"{VARIABLE} is {value!r}; give a whole number of copies, 0 or more")
     return int(value)

@@ -277,11 +277,11 @@ def radix_view(root: Layout, target: Layout) -> RadixView | None:
             return None
         start: Int = 0
         if not known(offset < stride):
-            start, offset = offset // stride, offset % stride
-        extent = outer // stride
+            start, offset = constant(offset // stride), constant(offset % stride)
+        extent = constant(outer // stride)
         if not known(start + size <= extent):
             return None
-        steps.append(RadixStep(constant(extent), constant(start), constant(size)))
+        steps.append(RadixStep(extent, start, constant(size)))
         outer = stride
     if not known(outer == 1):
         if not known(offset < outer):

@@ -70,6 +70,9 @@ FRESH = frozenset(
 # Attention that is a higher-order op: seen, never tagged.
 HOP_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
 
+# Marks a copy that a rewrite put there for its layout: it is no candidate.
+WANTED = "qkvpass_wanted"
+
 # Higher-order ops that may write any of their operands, or return them.
 WRITING_HOPS = frozenset(
     {
@@ -118,7 +121,7 @@ def tensor_of(node: Node) -> Tensor | None:
 
 def copy_source(node: Node) -> Node | None:
     """The node whose elements ``node`` copies into another layout; None if it does not."""
-    if node.op != "call_function" or tensor_of(node) is None:
+    if node.op != "call_function" or tensor_of(node) is None or WANTED in node.meta:
         return None
     source = _COPIES[node.target](node) if node.target in _COPIES else None
     return source if isinstance(source, Node) and tensor_of(source) is not None else None
@@ -209,6 +212,7 @@ class Facts:
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.root: dict[Node, Node] = {}  # the node whose buffer a value lies in
+        self.base: dict[Node, Node] = {}  # the node that only known views lead from to a value
         self.written: dict[Node, Node] = {}  # root -> an op that writes it
         self.backward: set[Node] = set()
         self.sources: dict[Node, Node] = {}  # copy -> what it copies
@@ -224,6 +228,7 @@ class Facts:
         aliases = bool(inputs) and source is None and (is_view(node) or aliases_input(node))
         base = inputs[0] if aliases else returned_operand(node)
         self.root[node] = self.root[base] if base is not None else node
+        self.base[node] = self.base[inputs[0]] if aliases and is_view(node) else node
         if str(node.target).startswith("tangents") or any(n in self.backward for n in inputs):
             self.backward.add(node)
         for mutated in mutated_inputs(node):

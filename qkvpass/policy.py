@@ -32,13 +32,24 @@ def is_materialised(root: Node) -> bool:
         return True
     if root.op != "call_function":
         return False
-    if root.target in MATMULS or is_attention(root):
+    if root.target in MATMULS or is_attention(root) or is_realised(root):
         return True
     producer = root.all_input_nodes[0] if target_name(root) == "getitem" else root
     target = producer.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return is_attention(producer) or target.namespace not in ("aten", "prims")
+
+
+def is_realised(value: Node) -> bool:
+    """Whether ``as_strided`` alone reads a value: Inductor writes what that op reads to memory."""
+    while len(value.users) == 1:
+        (value,) = value.users
+        if value.target is torch.ops.aten.as_strided.default:
+            return True
+        if not is_view(value):
+            return False
+    return False
 
 
 def producer_verdict(candidate: Candidate, facts: Facts) -> Verdict | None:

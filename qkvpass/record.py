@@ -16,6 +16,7 @@ from .layout import Layout
 from .match import MOVES, Candidate, Facts, attention_name, nbytes, operands, standing, target_name
 from .reason import Reason
 from .report import AttentionOp, CopyDecision
+from .speculate import State
 from .views import is_view
 
 # Folders of code that is not the user's.
@@ -30,12 +31,37 @@ def graph_text(graph: Graph) -> str:
     return graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
 
 
-def decisions_of(facts: Facts, decisions: Decisions) -> tuple[CopyDecision, ...]:
-    """One entry for each copy of the graph, in graph order.
+def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
+    """One entry for each copy of the original graph, in graph order.
 
     Candidates come with what became of them; copies behind the attention that went with
     them; copies that reach no attention op; and what writes an operand by moving elements.
     """
+    entries = {node.name: entry for node, entry in _entries(state.facts, state.decisions).items()}
+    for node in original.sources:
+        if node.name in state.vanished:
+            entries[node.name] = _vanished(node, original, state.vanished[node.name])
+    return tuple(entries[node.name] for node in original.nodes if node.name in entries)
+
+
+def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:
+    """A copy that a rewrite took out."""
+    inlined = not policy.is_materialised(facts.root[facts.sources[node]])
+    behind = _attention_in_front(node, facts)
+    return CopyDecision(
+        node=node.name,
+        kind=_kind(node),
+        op=attention_name(behind) if behind is not None else "",
+        operand="",
+        reason=Reason.REMOVED,
+        detail=how,
+        nbytes=_traffic(node),
+        source=source_line(node),
+        folded=inlined or policy.is_folded(node),
+    )
+
+
+def _entries(facts: Facts, decisions: Decisions) -> dict[Node, CopyDecision]:
     candidates = {c.node: c for c in decisions.candidates}
     entries: dict[Node, CopyDecision] = {}
     for node in facts.sources:
@@ -47,7 +73,7 @@ def decisions_of(facts: Facts, decisions: Decisions) -> tuple[CopyDecision, ...]
             entries[node] = _bystander(node, facts, decisions)
     for node, entry in _moved_operands(facts):
         entries.setdefault(node, entry)
-    return tuple(entries[node] for node in sorted(entries, key=facts.order.__getitem__))
+    return entries
 
 
 def attention_of(facts: Facts, decisions: Decisions) -> tuple[AttentionOp, ...]:

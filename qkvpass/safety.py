@@ -41,6 +41,7 @@ from .layout import (
     same,
 )
 from .match import (
+    MATMULS,
     Facts,
     bound_arguments,
     called_op,
@@ -494,6 +495,13 @@ class Overlay:
             root = facts.root[facts.sources[root]]
         return root
 
+    def base_of(self, node: Node, facts: Facts) -> Node:
+        """The node that views lead from to a value once the removed copies are gone."""
+        base = facts.base[node]
+        while self.is_removed(base):
+            base = facts.base[facts.sources[base]]
+        return base
+
     def behind_attention(self, node: Node) -> str:
         if node in self.values:
             return self.behind.get(node, "")
@@ -647,7 +655,7 @@ class Propagation:
         if isinstance(value, Pending):
             root, view = value.root, value.view
         else:
-            root, view = overlay.root_of(source, self.facts), StridedView.of(Layout.of(value))
+            root, view = overlay.base_of(source, self.facts), StridedView.of(Layout.of(value))
         try:
             parts = recompose(node, view, tuple(source.meta["val"].shape))
         except NotAView as why:
@@ -726,6 +734,7 @@ class Propagation:
         aliased = [n for n in aliased if overlay.value(n) is not n.meta.get("val")]
         if is_functionalized(node):  # what it only reads may be a view, as for any op
             aliased = [n for n in aliased if n in mutated_inputs(node)]
+        aliased = [n for n in aliased if n not in overlay.cascaded]  # nobody else sees its buffer
         if not aliased:
             return
         call.changed = call.changed or aliased
@@ -743,7 +752,23 @@ class Propagation:
         if not Layout.of(value).equivalent(Layout.of(node.meta["val"])):
             return False
         roots = (self.facts.root[node], overlay.root_of(source, self.facts))
-        return self.facts.borders(node) is None and not any(r in self.facts.written for r in roots)
+        if any(root in self.facts.written for root in roots):
+            return False
+        return self.facts.borders(node) is None or self._has_buffer_to_itself(node, overlay)
+
+    def _has_buffer_to_itself(self, copy: Node, overlay: Overlay) -> bool:
+        """Whether a returned copy is all that anybody sees of the GEMM behind it.
+
+        Then the caller may as well own the GEMM's buffer.
+        """
+        if self.facts.has_backward or any(user.op != "output" for user in copy.users):
+            return False
+        value = self.facts.sources[copy]
+        while self.facts.is_view(value) or overlay.is_removed(value):
+            if len(value.users) != 1:
+                return False
+            value = value.all_input_nodes[0]
+        return value.target in MATMULS and len(value.users) == 1
 
     def _carry(self, source: Node, node: Node, overlay: Overlay) -> None:
         if name := overlay.behind_attention(source):

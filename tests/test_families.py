@@ -13,7 +13,8 @@ from torch import nn
 # By operand: what becomes of the copy in front of it. "" is the copy behind the attention, or
 # one that reaches no attention operand.
 GONE = {"q": "removed", "k": "removed", "v": "removed"}
-KEPT_BY_CAT = {"q": "not-a-layout-copy", "k": "not-a-layout-copy", "": "no-attention-consumer"}
+# The cat that writes q writes it token-major, so that the output is, and its copy goes.
+RELAID = {"k": "not-a-layout-copy", "": "removed-cascade"}
 EXPECTED: dict[str, dict[str, str]] = {
     "F0": {},
     "F1": GONE,
@@ -21,13 +22,13 @@ EXPECTED: dict[str, dict[str, str]] = {
     "F3": GONE | {"": "removed-cascade"},
     # One copy makes all three, and the report names it once.
     "F4": GONE | {"": "removed-cascade"},
-    # The bias is added behind a view, so the packed projection is no buffer of its own.
-    "F5": dict.fromkeys("qkv", "producer-fused") | {"": "no-attention-consumer"},
+    # The copies in front of the first GEMM and behind the last one go with the others.
+    "F5": GONE | {"": "removed"},
     "F6": {"q": "mutated", "k": "mutated", "v": "removed"},
     "F7": {"q": "opaque-consumer", "k": "opaque-consumer", "v": "removed"},
     "F8": GONE,
-    "F9": KEPT_BY_CAT,
-    "F10": KEPT_BY_CAT,
+    "F9": RELAID,
+    "F10": RELAID,
     "F11": dict.fromkeys("qkv", "not-a-layout-copy") | {"": "no-attention-consumer"},
     "F12": dict.fromkeys("kv", "broadcast-stride"),
     "F13": {"": "no-attention-consumer"},

@@ -30,7 +30,7 @@ def _metas(node):
     return {key: (id(value), str(value)) for key, value in node.meta.items()}
 
 
-STEPS = ["set_meta", "replace", "insert_before", "retarget", "_replace_input"]
+STEPS = ["set_meta", "replace", "insert_before", "retarget", "replace_input"]
 
 
 @pytest.mark.parametrize("call", [1, 2, 5, 9])

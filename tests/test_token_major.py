@@ -1,0 +1,159 @@
+"""What writes q writes it as the output is wanted, if the copy behind the attention goes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import families
+import pytest
+import standins
+import torch
+import torch.nn.functional as F
+from families import DIM, F9, F10, HEAD_DIM, head_major, merged
+from standins import tag
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import qkvpass
+
+aten = torch.ops.aten
+
+
+class Normed(families.Base):
+    """A norm over the head size, of q alone, in (B, H, N, D) order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HEAD_DIM)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        return self.out(merged(F.scaled_dot_product_attention(self.norm(q), k, v)))
+
+
+class ScaledCat(families.Base):
+    """An op on every element stands between the cat and the attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        q = torch.cat((q[:, :, :1], q[:, :, 1:] * 2), 2) * 0.5
+        return self.out(merged(F.scaled_dot_product_attention(q, k, v)))
+
+
+def x(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 16, DIM)
+
+
+def relaid(outcome: standins.Outcome) -> bool:
+    return any("writes q" in note for note in outcome.report.notes)
+
+
+MODELS = [F9, F10, Normed, ScaledCat]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_copy_behind_goes(model: type[nn.Module], dynamic: bool, batch: int) -> None:
+    outcome = standins.decide(model(), x(batch), dynamic=dynamic)
+    assert relaid(outcome) and outcome.verdicts[""] == "removed-cascade"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training(model: type[nn.Module]) -> None:
+    """Every gradient keeps its bits and strides, whatever the rule lets go."""
+    standins.decide(model(), x(), train=True)
+
+
+def launches(code: str) -> int:
+    """Kernels that the generated code calls, beside GEMMs and attention."""
+    return code[code.index("def call") :].count("cpp_fused_")
+
+
+def buffers(code: str) -> int:
+    return code[code.index("def call") :].count("= empty_strided_cpu(")
+
+
+@pytest.mark.parametrize("model", [F9, Normed])
+def test_generated_code_has_one_kernel_less(model: type[nn.Module]) -> None:
+    """The kernel that writes q writes it in place of another; the copy is no launch any more."""
+    data, module = x(), model()
+    results = []
+    for backend in ("inductor", qkvpass.backend):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            out, (code,) = run_and_get_code(torch.compile(module, backend=backend), data)
+        results.append((out, launches(code), buffers(code)))
+    (stock, before, room_before), (ours, after, room_after) = results
+    assert after == before - 1
+    assert room_after <= room_before
+    standins.assert_same([ours], [stock])
+
+
+class Own(families.Base):
+    """q by a cat, around an op that says what it received, and what stands behind it."""
+
+    def __init__(self, op: Callable[..., Tensor], behind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.op, self.behind = op, behind
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        q = torch.cat((q[:, :, :1], q[:, :, 1:] * 2), 2)
+        attended = self.op(q, k, v)
+        return self.out(merged(attended)), self.behind(attended), self.behind(q)
+
+
+FAKE = qkvpass.StrideContract(output="fake")
+
+
+def test_the_kernel_receives_q_token_major() -> None:
+    tag("like_q", contract=FAKE)
+    outcome = standins.decide(Own(standins.like_q, torch.sum), x())
+    assert not relaid(outcome)  # a sum may depend on the order
+    outcome = standins.decide(Own(standins.like_q, lambda t: t.shape[0]), x())
+    assert relaid(outcome)
+    for call in outcome.only("like_q"):
+        assert call.strides[0] == (16 * DIM, HEAD_DIM, DIM, 1)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [lambda t: t, standins.rotary, lambda t: t.sum(2), lambda t: t @ t.mT],
+    ids=["returned", "untagged op", "reduction", "matmul"],
+)
+def test_somebody_else_would_notice(behind: Callable[[Tensor], Any]) -> None:
+    tag("like_q", contract=FAKE)
+    outcome = standins.decide(Own(standins.like_q, behind), x())
+    assert not relaid(outcome)
+    assert str(outcome.before.graph) == str(outcome.after.graph)
+
+
+@pytest.mark.parametrize("op", ["blind", "aware", "like_q"])
+def test_the_op_must_take_it_and_follow_it(op: str) -> None:
+    """A kernel that reads dense q is untagged; ``aware`` writes a dense output whatever q is."""
+    if op == "aware":
+        tag(op)
+    outcome = standins.decide(Own(getattr(standins, op), lambda t: t.shape[0]), x())
+    assert not relaid(outcome)
+    assert str(outcome.before.graph) == str(outcome.after.graph)
+
+
+def test_switch() -> None:
+    gm = standins.trace(F9(), x())
+    outcome = standins.apply_pass(gm, relay_q=False)
+    assert str(outcome.before.graph) == str(outcome.after.graph)
+    assert outcome.verdicts["q"] == "not-a-layout-copy"
+
+
+def test_again() -> None:
+    """What the pass put there for its layout is no copy to a second run."""
+    for model in MODELS:
+        once = standins.decide(model(), x())
+        once.after.meta = once.before.meta
+        again = standins.apply_pass(once.after)
+        standins.verify(again)
+        assert not again.report.removed
+        assert str(again.before.graph) == str(again.after.graph)
