@@ -120,7 +120,8 @@ def _split(attention: Node, split: tuple[Int, Int], editor: Editor) -> None:
 
 def _split_again(output: Node, value: Node, facts: Facts) -> list[Node]:
     """Views of the merged output that are the split one: all of it, dense, in the same sizes."""
-    found, stack, layout = [], [output], Layout.of(value.meta["val"])
+    found: list[Node] = []
+    stack, layout = [output], Layout.of(value.meta["val"])
     while stack:
         for user in stack.pop().users:
             if not facts.is_view(user) or not isinstance(user.meta["val"], Tensor):
