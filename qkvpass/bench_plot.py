@@ -19,7 +19,7 @@ COLOURS = {
 
 
 def draw(results: Sequence[Result], path: str | Path) -> None:
-    """One picture: a scaling curve where the token counts differ, else each result's rounds.
+    """One picture: one encoder's curve over several token counts, else each result's rounds.
 
     Args:
         path: its suffix is the format: png, svg, pdf.
@@ -41,7 +41,8 @@ def draw(results: Sequence[Result], path: str | Path) -> None:
     from matplotlib import pyplot as plt
 
     counts = {result.facts.get("tokens") for result in results}
-    figure = _scaling(results, plt) if len(counts) > 2 else _rounds(results, plt)
+    curve = len(counts) > 2 and len({result.subject for result in results}) == 1
+    figure = _scaling(results, plt) if curve else _rounds(results, plt)
     figure.savefig(path, dpi=130, bbox_inches="tight", metadata={"Date": None} if
                    str(path).endswith(".svg") else None)  # fmt: skip
     plt.close(figure)
