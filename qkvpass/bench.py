@@ -118,8 +118,8 @@ class Measured:
         median_ms, low_ms, high_ms: of these, with the quartiles.
         compile_s: seconds of the first call; 0 in eager.
         peak_mib: peak memory of a call above what was held before; None on a CPU.
-        generated_bytes: what kernels and calls of the generated code read and write, by
-            Inductor's own count; None in eager, and where it cannot count.
+        generated_bytes: what generated kernels read and write, by Inductor's own count,
+            matmuls and attention left out; None in eager, and where it cannot count.
         kernels: what the profiler saw between projection and output
             (:func:`bench_kernels.kernels_between`).
     """
@@ -585,7 +585,11 @@ def why_not(result: Result) -> str:
     if removed == folded:
         return f"Inductor would have fused all {removed} removed copies into their neighbours"
     nbytes, total = decisions["removed_bytes"], result.variants[STOCK].generated_bytes
-    share = f" ({nbytes / total:.1%} of all)" if isinstance(nbytes, int) and total else ""
+    share = (
+        f" ({nbytes / total:.0%} of what generated kernels move)"
+        if isinstance(nbytes, int) and total
+        else ""
+    )
     real = f"{removed - folded} {'copy' if removed - folded == 1 else 'copies'}"
     return f"{real} went, {human_bytes(nbytes)} of traffic{share}, which does not show here"
 

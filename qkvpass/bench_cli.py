@@ -182,7 +182,14 @@ def print_result(result: Result) -> None:
         markup=False,
     )
     table = Table()
-    titles = ("", "ms (quartiles)", "over stock", "peak MiB", "kernels around attention", "bytes")
+    titles = (
+        "",
+        "ms (quartiles)",
+        "over stock",
+        "peak MiB",
+        "kernels around attention",
+        "kernels' bytes",
+    )
     for title in (*titles, "compile s"):
         table.add_column(title, justify="left" if not title else "right")
     for name, one in result.variants.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ COLOURS = {
 
 
 def draw(results: Sequence[Result], path: str | Path) -> None:
-    """One picture: a scaling curve where the token counts differ, else each result's rounds.
+    """One picture: one encoder's curve over several token counts, else each result's rounds.
 
     Args:
         path: its suffix is the format: png, svg, pdf.
@@ -41,7 +42,8 @@ def draw(results: Sequence[Result], path: str | Path) -> None:
     from matplotlib import pyplot as plt
 
     counts = {result.facts.get("tokens") for result in results}
-    figure = _scaling(results, plt) if len(counts) > 2 else _rounds(results, plt)
+    curve = len(counts) > 2 and len({result.subject for result in results}) == 1
+    figure = _scaling(results, plt) if curve else _rounds(results, plt)
     figure.savefig(path, dpi=130, bbox_inches="tight", metadata={"Date": None} if
                    str(path).endswith(".svg") else None)  # fmt: skip
     plt.close(figure)
@@ -75,9 +77,9 @@ def _scaling(results: Sequence[Result], plt: Any) -> Any:
 
 
 def _rounds(results: Sequence[Result], plt: Any) -> Any:
-    """A row of axes a result: each round a dot, in per cent of stock's median."""
+    """A row of axes a result: each round a dot."""
     figure, rows = plt.subplots(
-        len(results), 1, figsize=(7, 0.8 + 1.5 * len(results)), squeeze=False
+        len(results), 1, figsize=(7, 0.8 + 1.7 * len(results)), squeeze=False
     )
     for axes, result in zip(rows[:, 0], results):
         names = [name for name in result.variants if name in (STOCK, OURS, HAND)]
@@ -89,7 +91,8 @@ def _rounds(results: Sequence[Result], plt: Any) -> Any:
             axes.plot([one.median_ms] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=2)
         axes.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
         axes.set_ylim(-0.6, len(names) - 0.4)
-        axes.set_title(f"{_title(result)}\n{result.sentence}", fontsize=8, loc="left")
+        said = textwrap.fill(textwrap.shorten(result.sentence, 210, placeholder=" …"), 105)
+        axes.set_title(f"{_title(result)}\n{said}", fontsize=8, loc="left")
         axes.grid(alpha=0.3, axis="x")
     rows[-1, 0].set_xlabel("ms a call; a dot is a round, a bar the median")
     figure.tight_layout()
@@ -97,6 +100,7 @@ def _rounds(results: Sequence[Result], plt: Any) -> Any:
 
 
 def _title(result: Result, attention: bool = True) -> str:
-    facts = [result.subject, f"{result.layers} layers" if result.layers else ""]
+    layers = f"{result.layers} layer{'s' if result.layers > 1 else ''}" if result.layers else ""
+    facts = [result.subject, layers]
     facts += [result.attention if attention else "", result.where["device"]]
     return " · ".join(fact for fact in facts if fact)

@@ -361,10 +361,11 @@ def uncached(*, fresh_kernels: bool, deterministic: bool) -> Iterator[None]:
 
 
 class CountedBytes:
-    """Counts, while in force, the bytes that generated code reads and writes.
+    """Counts, while in force, the bytes that generated kernels read and write.
 
-    By Inductor's own count of each kernel and call, which ``nbytes`` adds up over the graphs
-    that are compiled; None where a graph has something that it cannot count.
+    By Inductor's own count of each, which ``nbytes`` adds up over the graphs that are compiled;
+    None where there is something that it cannot count. Calls (matmuls, attention) are left out:
+    for a view, it charges them with the whole buffer.
     """
 
     nbytes: int | None = 0
@@ -377,7 +378,10 @@ class CountedBytes:
         def counting(graph: Any) -> Any:
             module = compile_graph(graph)
             try:
-                sizes = [node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes]
+                kernels = [
+                    n for n in graph.scheduler.nodes if not (n.is_extern() or n.is_template())
+                ]
+                sizes = [node.get_read_write_buffers_sizes() for node in kernels]
                 self.nbytes = None if self.nbytes is None else self.nbytes + sum(sizes)
             except Exception:  # a benchmark must not break the compile that it watches
                 self.nbytes = None

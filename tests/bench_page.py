@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qkvpass.bench import HAND, OURS, STOCK, Result, ratio_of, saving_of
+from qkvpass.bench_shapes import SHAPES
 from qkvpass.report import human_bytes
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -40,7 +41,7 @@ one run of `qkvpass bench`, most of them by `tests/gpu_bench.py`.
   over minutes. `saved` is the median over rounds of what qkvpass saves over stock Inductor, with
   half of its 95 % bootstrap interval.
 - `hand` is the same model edited by hand, under stock Inductor.
-- `traffic` is what the generated code reads and writes less, by Inductor's own count, beside the
+- `traffic` is what the generated kernels read and write less, by Inductor's own count, beside the
   count on paper.
 - `around attention` counts kernels between the projection's matmul and the next one, by the
   profiler.
@@ -80,9 +81,10 @@ def page(results: Sequence[Result], times: dict[str, Any] | None, plots: dict[st
 
 
 def is_of_curve(result: Result) -> bool:
-    """Whether a result belongs to a scaling curve: a page of one layer with MLP."""
-    facts = result.facts
-    return facts["sequences"] == 1 and result.layers == 1 and facts["part"] == "encoder"
+    """Whether a result is of a scaling curve: one layer, not with the shape's own tokens."""
+    shape = SHAPES[result.subject]
+    own = shape.sequences * shape.tokens
+    return result.layers == 1 and shape.sequences == 1 and result.facts["tokens"] != own
 
 
 def _where(results: Sequence[Result]) -> str:

@@ -161,7 +161,10 @@ def test_sentence_of_a_saving():
             "no copy was removed: 3 untagged-op (x has no stride tag)",
         ),
         ({"removed": 2, "folded": 2}, "Inductor would have fused all 2"),
-        ({"removed": 1, "removed_bytes": 200}, "1 copy went, 200 B of traffic (20.0% of all)"),
+        (
+            {"removed": 1, "removed_bytes": 200},
+            "1 copy went, 200 B of traffic (20% of what generated kernels move)",
+        ),
         ({"fault": "KeyError: 1"}, "left the graph as it was (KeyError: 1)"),
     ],
 )
