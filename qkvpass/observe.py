@@ -16,8 +16,8 @@ def tell(report: Report) -> None:
     ``torch._dynamo.utils.counters["qkvpass"]`` holds, for all graphs so far, those of
     ``explain`` too: ``graphs``, ``cached`` and ``faults`` among them, ``removed``, and for the
     copies that stayed one ``kept: REASON`` each. ``TORCH_LOGS="qkvpass"`` logs each report,
-    ``"+qkvpass"`` each decision too. ``TORCH_TRACE`` gets two artifacts a graph: ``qkvpass`` (the report and the graph's diff,
-    as text) and ``qkvpass_report`` (JSON).
+    ``"+qkvpass"`` each decision too. ``TORCH_TRACE`` gets two artifacts a graph: ``qkvpass``
+    (the report and the graph's diff, as text) and ``qkvpass_report`` (JSON).
     """
     _count(report)
     log.info("%s", report)
