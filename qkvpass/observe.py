@@ -13,11 +13,11 @@ log = logging.getLogger("qkvpass")
 def tell(report: Report) -> None:
     """Count a report, log it, and put it into torch's structured trace where one is written.
 
-    ``torch._dynamo.utils.counters["qkvpass"]`` holds, for all graphs so far: ``graphs``,
-    ``cached`` and ``faults`` among them, ``removed``, and for the copies that stayed one
-    ``kept: REASON`` each. ``TORCH_LOGS="qkvpass"`` logs each report, ``"+qkvpass"`` each decision
-    too. ``TORCH_TRACE`` gets two artifacts a graph: ``qkvpass`` (the report and the graph's diff,
-    as text) and ``qkvpass_report`` (JSON).
+    ``torch._dynamo.utils.counters["qkvpass"]`` holds, for all graphs so far, those of
+    ``explain`` too: ``graphs``, ``cached`` and ``faults`` among them, ``removed``, and for the
+    copies that stayed one ``kept: REASON`` each. ``TORCH_LOGS="qkvpass"`` logs each report,
+    ``"+qkvpass"`` each decision too. ``TORCH_TRACE`` gets two artifacts a graph: ``qkvpass``
+    (the report and the graph's diff, as text) and ``qkvpass_report`` (JSON).
     """
     _count(report)
     log.info("%s", report)

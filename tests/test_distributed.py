@@ -1,6 +1,6 @@
 """DDP, FSDP2 and tensor parallel on two processes: over gloo on the CPU, over NCCL on two GPUs.
 
-Each test reads what the two ranks found: they run this file as a script, all cases in turn.
+The two ranks run this file as a script, all cases in turn, and the test reads what they found.
 """
 
 from __future__ import annotations
@@ -191,55 +191,58 @@ def ranks(folder: Path, device: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
-
-
-@pytest.fixture(
-    scope="module",
-    params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpus])],
-)
-def found(request, tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("ranks"), request.param)
-
-
-def strides(heads: int, dense: bool) -> list[list[int]]:
-    gap = HEAD_DIM if dense else 3 * HEAD_DIM
-    return [[heads * gap, gap, 1]] * 3
-
-
 # Two layers, two steps, forward and backward.
 CALLS = 8
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_stocks(found, case):
-    for rank in found:
-        assert rank[case]["compared"] >= 12
-        assert rank[case]["differ"] == [] and rank[case]["faults"] == []
-        heads = HEADS // RANKS if case == "tensor-parallel" else HEADS
-        assert rank[case]["stock_strides"] == [strides(heads, dense=True)] * CALLS
-
-
-@pytest.mark.parametrize("case", ["ddp", "fsdp2", "tensor-parallel"])
-def test_the_ops_read_the_packed_projection(found, case):
+def strides(case: str, dense: bool) -> list[list[list[int]]]:
     heads = HEADS // RANKS if case == "tensor-parallel" else HEADS
-    for rank in found:
-        assert rank[case]["strides"] == [strides(heads, dense=False)] * CALLS
-        assert rank[case]["one_storage"]
+    gap = HEAD_DIM if dense else 3 * HEAD_DIM
+    return [[[heads * gap, gap, 1]] * 3] * CALLS
 
 
-def test_ddp_cuts_the_graph_and_each_part_loses_its_copies(found):
-    for rank in found:
-        assert rank["ddp"]["graphs"] > 2
-        assert rank["ddp"]["removed"] == [["k", "q", "v"]] * 2
+def check_bits(case: str, found: dict[str, Any]) -> None:
+    """Outputs and gradients are stock's, whose ops were given dense tensors."""
+    assert found["compared"] >= 12
+    assert found["differ"] == [] and found["faults"] == []
+    assert found["stock_strides"] == strides(case, dense=True)
 
 
-def test_no_view_crosses_from_one_part_to_the_next(found):
-    """The copies are made in one graph and read in the next, whose op gets them dense."""
-    for rank in found:
-        crossing = rank["ddp-crossing"]
-        assert crossing["removed"] == [] and "graph-output" in crossing["kept"]
-        assert crossing["strides"] == [strides(HEADS, dense=True)] * CALLS
+def check_removed(case: str, found: dict[str, Any]) -> None:
+    """The ops read the packed projection."""
+    assert found["strides"] == strides(case, dense=False)
+    assert found["one_storage"]
+
+
+def check_cut(case: str, found: dict[str, Any]) -> None:
+    """DDP cuts the graph into more parts than layers, and each layer's loses its copies."""
+    check_removed(case, found)
+    assert found["graphs"] > 2
+    assert found["removed"] == [["k", "q", "v"]] * 2
+
+
+def check_kept(case: str, found: dict[str, Any]) -> None:
+    """Copies made in one part and read in the next stay: no view crosses."""
+    assert found["removed"] == [] and "graph-output" in found["kept"]
+    assert found["strides"] == strides(case, dense=True)
+
+
+CHECKS = {
+    "ddp": check_cut,
+    "ddp-crossing": check_kept,
+    "fsdp2": check_removed,
+    "tensor-parallel": check_removed,
+}
+gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+
+
+# One test for all cases, since starting the ranks costs more than they do.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpus])])
+def test_two_ranks(device, tmp_path):
+    for rank in ranks(tmp_path, device):
+        for case, check in CHECKS.items():
+            check_bits(case, rank[case])
+            check(case, rank[case])
 
 
 if __name__ == "__main__":
