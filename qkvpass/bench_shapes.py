@@ -84,6 +84,8 @@ SHAPES: dict[str, Shape] = {
     "vit-b-16": Shape("mha", 12, 64, 3072, 8, 197, 12),
     "clip-l-336": Shape("mha", 16, 64, 4096, 1, 577, 24),
     "openclip-bigg": Shape("mha-sequence-first", 16, 104, 8192, 64, 257, 48),
+    "mlcd-bigg": Shape("heads-first", 16, 104, 8192, 8, 1025, 48),
+    "dinov3-l": Shape("prefix", 16, 64, 4096, 16, 1029, 24),
     "dinov3-7b": Shape("prefix", 32, 128, 8192, 2, 4101, 40),
 }
 PREFIX_TOKENS = 5  # DINOv3's class token and registers
