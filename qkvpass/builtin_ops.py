@@ -180,8 +180,8 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "aten::_scaled_dot_product_cudnn_attention_backward",
         (*QUERY_KEY_VALUE, "grad_out", "out"),
         "unverified",
-        "certifying it on an H200 with torch 2.11 and cuDNN 9.19 ended the process; certify it"
-        " with a newer cuDNN",
+        "segfaults on an H200 with torch 2.11 and cuDNN 9.19 for one token and one head in strided"
+        " rows; certify it with a newer cuDNN",
         contract=ATEN,
         when=cudnn_attention,
         backward_of="aten::_scaled_dot_product_cudnn_attention",

@@ -19,8 +19,8 @@ from torch import Tensor
 from .operands import BHSD, BSHD, ORDERS, THD
 
 # Efficient attention counts rows times stride in int32 (mem_eff_attention/kernel_forward.h); this
-# leaves room for whole tiles of rows, counted in bytes.
-EFFICIENT_OFFSET = 2**28 - 1
+# leaves room for whole tiles of rows.
+EFFICIENT_OFFSET = 2**30 - 1
 HALF = (torch.float16, torch.bfloat16)
 
 
