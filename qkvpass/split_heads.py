@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from .editor import Editor, NotPossible
 from .layout import Int, Layout, known
@@ -102,14 +103,15 @@ def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]
 
 def _split(attention: Node, split: tuple[Int, Int], editor: Editor) -> None:
     outputs = list(attention.users)
-    given: dict[str, Any] = bound_arguments(attention)
-    for operand in operands(attention):
-        tail = operand.value.meta["val"].shape[2:]
-        given[operand.name] = editor.view(attention, operand.value, [*split, *tail])
-    first, *others = (argument.name for argument in _schema(attention).arguments)
-    rest = {name: given[name] for name in others if name in given}
+    views: dict[Node, Node] = {}
+    for value in dict.fromkeys(operand.value for operand in operands(attention)):
+        tail = value.meta["val"].shape[2:]
+        views[value] = editor.view(attention, value, [*split, *tail])
+    args: Any
+    kwargs: Any
+    args, kwargs = map_arg((attention.args, attention.kwargs), lambda n: views.get(n, n))
     anchor = attention.next
-    new = editor.call(anchor, attention.target, given[first], **rest)
+    new = editor.call(anchor, attention.target, *args, **kwargs)
     for output in outputs:
         value = editor.call(anchor, operator.getitem, new, 0)
         for same in _split_again(output, value, editor.facts):
@@ -129,11 +131,6 @@ def _split_again(output: Node, value: Node, facts: Facts) -> list[Node]:
             alike = layout.row_major and Layout.of(user.meta["val"]).same(layout)
             (found if alike else stack).append(user)
     return found
-
-
-def _schema(node: Node) -> Any:
-    target: Any = node.target
-    return target._schema
 
 
 def _pays(name: str, before: State) -> Callable[[State], bool]:

@@ -88,9 +88,17 @@ SOURCES: dict[str, Packed] = {
     "custom op": lambda m, x: project(x, m.weight),
     "cat": lambda m, x: torch.cat((x @ m.weight[:, :4], x @ m.weight[:, 4:]), -1),
     "input": lambda m, x: x,
+    "rows turned": lambda m, x: _turned(_turned(x).contiguous() @ m.weight),
     "strided input": lambda m, x: x,
     "offset input": lambda m, x: x,
 }
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Batch first as sequence first, and back."""
+    return x.transpose(0, -2)
+
+
 TAKES_PACKED = frozenset({"input", "strided input", "offset input"})
 
 PRODUCERS: dict[str, Packed] = {
@@ -257,6 +265,7 @@ OPS: dict[str, Step] = {
     "cat dims": lambda m, t: torch.cat((t[..., :1] * 2, t[..., 1:]), -1),
     "cat heads": lambda m, t: torch.cat((t[..., :1, :], t[..., 1:, :] * 2), -2),
     "cat prefix": lambda m, t: torch.cat((t[..., :1, :, :] * 2, t[..., 1:, :, :]), -3),
+    "layer norm": lambda m, t: F.layer_norm(t, t.shape[-1:]),
     "pad": lambda m, t: F.pad(t, (0, 4))[..., : t.shape[-1]],
     "flip": lambda m, t: t.flip(-1),
     "roll": lambda m, t: t.roll(1, -1),
@@ -345,6 +354,9 @@ ATTENTIONS: dict[str, Attention] = {
     "sdpa": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v),
     "causal sdpa": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "masked sdpa": _with_mask,
+    "sdpa of all heads": lambda m, q, k, v: F.scaled_dot_product_attention(
+        *(t.reshape(1, -1, *t.shape[-2:]) for t in (q, k, v))
+    ).view(*q.shape[:-1], v.shape[-1]),
     "written out": _written_out,
 }
 
@@ -353,6 +365,9 @@ RESULTS: dict[str, Step] = {
     "token-major": lambda m, o: o.transpose(-2, -3).contiguous(),
     "merged": lambda m, o: o.transpose(-2, -3).reshape(-1, o.shape[-3] * o.shape[-1]),
     "merged, projected": lambda m, o: o.transpose(-2, -3).flatten(-2).matmul(m.back(o.shape[-3])),
+    "turned, projected": lambda m, o: _turned(
+        _turned(o.transpose(-2, -3).flatten(-2)).matmul(m.back(o.shape[-3]))
+    ),
     "projected": lambda m, o: o.flatten(-2).matmul(m.back(o.shape[-2])),
     "flat": lambda m, o: o.reshape(-1),
     "viewed": lambda m, o: o.view(-1),
@@ -543,6 +558,7 @@ class Setting:
         contract: which of those that the kernel admits.
         norm: whether the opaque norm that reads strides is tagged.
         post_grad: whether views are spelled ``reshape``, as in post-grad graphs.
+        numerics: whether rewrites that may round otherwise are admitted.
     """
 
     operands: tuple[str, ...]
@@ -550,6 +566,7 @@ class Setting:
     norm: bool
     target: str
     post_grad: bool
+    numerics: str = "bitwise"
 
     def tag(self, module: Module) -> None:
         if self.norm:
@@ -651,6 +668,7 @@ def _setting(data: bytes) -> Setting:
         norm=choose.of([True, False]),
         target=choose.of(["inductor", "eager"]),
         post_grad=choose.of([False, False, True]),
+        numerics=choose.of(["default", "bitwise"]),
     )
 
 

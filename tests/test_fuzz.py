@@ -8,6 +8,7 @@ interpreted, before the pass and behind it, and every node is compared. A few ru
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,10 +88,11 @@ def trace(module: Module, inputs: Sequence[Sequence[Tensor]], dynamic: bool) -> 
     return graphs
 
 
-def rewrite(gm: GraphModule, target: str) -> tuple[GraphModule, qkvpass.Report]:
+def rewrite(gm: GraphModule, setting: Setting) -> tuple[GraphModule, qkvpass.Report]:
     after = standins.clone(gm)
+    options = qkvpass.Options(target=setting.target, numerics=setting.numerics)
     with qkvpass.capture() as reports:
-        qkvpass.StridedQKVPass(qkvpass.Options(target=target))(after.graph)
+        qkvpass.StridedQKVPass(options)(after.graph)
     after.graph.lint()
     after.recompile()
     (report,) = reports
@@ -180,24 +182,43 @@ def run(gm: GraphModule, inputs: Sequence[Any]) -> Trail:
 # Properties
 
 
-def check(stock: GraphModule, after: GraphModule, calls: Sequence[list[Any]]) -> None:
+def rounds_otherwise(report: qkvpass.Report) -> bool:
+    """Whether a rewrite was made that says so of itself."""
+    return any("rounded once" in n or "another order" in n or "two dims" in n for n in report.notes)
+
+
+def check(
+    stock: GraphModule, after: GraphModule, calls: Sequence[list[Any]], exact: bool = True
+) -> None:
     """The rewritten graph computes the same, and shows the same to whom it matters."""
     for args in calls:
         for seed in SEEDS:
             old = run(stock, standins.fresh(args, seed))
             new = run(after, standins.fresh(args, seed))
-            check_values(old, new)
+            check_values(old, new, exact)
             check_consumers(after, old, new)
             check_metas(stock, after, args, old, new)
 
 
-def check_values(old: Trail, new: Trail) -> None:
-    differing = differences(bits(new.outputs), bits(old.outputs))
+def check_values(old: Trail, new: Trail, exact: bool = True) -> None:
+    if exact:
+        differing = differences(bits(new.outputs), bits(old.outputs))
+    else:
+        differing = [i for i, (n, o) in enumerate(zip(new.outputs, old.outputs)) if not near(n, o)]
     assert not differing, f"other values in outputs or inputs {differing}"
     assert layouts_of(new.outputs) == layouts_of(old.outputs), "an output has other strides"
     assert new.aliases == old.aliases, "outputs share other memory than before"
-    for name in old.bits.keys() & new.bits.keys():
+    for name in (old.bits.keys() & new.bits.keys()) if exact else ():
         assert not differences(old.bits[name], new.bits[name]), f"other values in {name}"
+
+
+def near(new: Any, old: Any) -> bool:
+    """Equal but for rounding, by the largest element: steps behind may well amplify it."""
+    if not isinstance(old, Tensor) or not old.is_floating_point() or not old.numel():
+        return bits(new) == bits(old)
+    scale = old.float().nan_to_num().abs().max().item()
+    tolerance = (scale + 1) * (1e-4 if old.dtype == torch.float32 else 0.2)
+    return torch.allclose(new.float(), old.float(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def is_bound(node: Node) -> bool:
@@ -339,13 +360,16 @@ def check_program(program: Program, setups: Sequence[Setting]) -> int:
             if setting.post_grad:
                 view_to_reshape(stock)
             with tagged(module, setting):
-                after, report = rewrite(stock, setting.target)
+                after, report = rewrite(stock, setting)
                 check_report(stock, after, report)
-                again, _ = rewrite(after, setting.target)
-                check(stock, after, traced.calls)
-                check(stock, again, traced.calls)
+                again, more = rewrite(after, setting)
+                exact = not rounds_otherwise(report)
+                check(stock, after, traced.calls, exact)
+                check(stock, again, traced.calls, exact and not rounds_otherwise(more))
             for copy in report.copies:
                 event(str(copy.reason))
+            for text in report.notes:
+                event(re.sub(r"\w*_\d+|_default\w*", "", text)[:60])
             removed += len(report.removed)
     return removed
 
@@ -395,7 +419,7 @@ def check_compiled(program: Program, setting: Setting) -> None:
     with rejecting():
         stock, stock_calls = compiled_run(module, "inductor")
     with tagged(module, setting):
-        ours, our_calls = compiled_run(module, qkvpass.backend)
+        ours, our_calls = compiled_run(module, qkvpass.configured(numerics="bitwise"))
         for now, before in zip(our_calls, stock_calls):
             assert bound_reads(now) == bound_reads(before)
     for now, before in zip(ours, stock):
