@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from .editor import Editor, NotPossible
 from .layout import Layout, known
 from .match import Facts, nbytes, tensor_of
+from .reason import Reason
 from .speculate import FAILED, Edited, Rewrite, State
 
 aten = torch.ops.aten
@@ -93,8 +94,14 @@ def _is_bias(bias: Node, summand: Node, mm: Node, add: Node) -> bool:
 
 
 def find(state: State) -> list[str]:
-    """Names of the bias adds that can be folded."""
-    return [fold.add.name for fold in _folds(state.facts)]
+    """Names of the bias adds that can be folded, and keep copies as long as they are not."""
+    facts, kept = state.facts, state.decisions.kept
+    keep = {
+        facts.root[candidate.source]
+        for candidate in state.decisions.candidates
+        if kept.get(candidate.node, (None, ""))[0] is Reason.PRODUCER_FUSED
+    }
+    return [fold.add.name for fold in _folds(facts) if fold.add in keep]
 
 
 def _folds(facts: Facts) -> list[Fold]:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -196,7 +196,7 @@ class StridedQKVPass(CustomGraphPass):
         try:
             report = run(graph, self.options)
         except Exception as fault:
-            if os.environ.get("QKVPASS_STRICT") == "1":
+            if _strict():
                 raise
             _log_once(f"{type(fault).__name__}: {fault}")
             report = Report((), (), "", "", fault=f"{type(fault).__name__}: {fault}")
@@ -267,7 +267,11 @@ def run(graph: Graph, options: Options) -> Report:
 
 
 def rewritten(facts: Facts, options: Options) -> State:
-    """The graph with every rewrite that leads to removals, and the decisions on it."""
+    """The graph with every rewrite that leads to removals, and the decisions on it.
+
+    Raises:
+        Exception: a fault of a rewrite, under ``QKVPASS_STRICT=1``; else that one is left out.
+    """
     certified_only = options.evidence == "certified"
     limit = halving.limit_of(facts)
 
@@ -276,9 +280,20 @@ def rewritten(facts: Facts, options: Options) -> State:
 
     state = State(facts.graph, facts, decided(facts), certified_only=certified_only)
     for rewrite in REWRITES:
-        if getattr(options, rewrite.option) and options.numerics in rewrite.numerics:
+        if not getattr(options, rewrite.option) or options.numerics not in rewrite.numerics:
+            continue
+        try:
             state = improve(state, rewrite, decided)
+        except Exception as fault:
+            if _strict():
+                raise
+            text = f"{rewrite.option} was left out: {type(fault).__name__}: {fault}"
+            state = replace(state, notes=(*state.notes, text))
     return state
+
+
+def _strict() -> bool:
+    return os.environ.get("QKVPASS_STRICT") == "1"
 
 
 def disabled() -> bool:

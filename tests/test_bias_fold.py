@@ -256,6 +256,23 @@ def test_bitwise_needs_sizes_that_the_graph_holds() -> None:
     assert str(outcome.before.graph) == str(outcome.after.graph)
 
 
+def test_run_eagerly_nothing_needs_folding() -> None:
+    """There a sum is a buffer, and its copies go without."""
+    tag("aware")
+    outcome = rewritten(Packed(), x(), target="eager")
+    assert outcome.verdicts == dict.fromkeys("qkv", "removed")
+    assert standins.nodes_of(outcome.after, aten.add.Tensor) and not outcome.report.notes
+
+
+def test_a_fault_costs_its_rewrite_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tag("aware")
+    monkeypatch.delenv("QKVPASS_STRICT")
+    monkeypatch.setattr(bias_fold, "_fold", lambda *args: 1 / 0)
+    outcome = rewritten(Packed(), x())
+    assert str(outcome.before.graph) == str(outcome.after.graph) and not outcome.report.fault
+    assert outcome.report.notes == ("fold_bias was left out: ZeroDivisionError: division by zero",)
+
+
 def test_unknown_numerics_are_named() -> None:
     with pytest.raises(ValueError, match="numerics is 'fast'"):
         Options(numerics="fast")
