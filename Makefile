@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n 2
 QKVPASS_FUZZ_EXAMPLES ?= 5000
 
-.PHONY: demo test lint fuzz examples clean
+.PHONY: demo test lint fuzz examples zoo clean
 
 demo: $(VENV)/.installed-cli-encoders
 	$(BIN)/qkvpass demo
@@ -26,6 +26,9 @@ fuzz: $(VENV)/.installed-test
 examples: $(VENV)/.installed-cli-encoders
 	set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
+zoo: $(VENV)/.installed-zoo
+	OMP_NUM_THREADS=1 $(BIN)/python tests/run_zoo.py $(ZOO_ARGS)
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -38,5 +41,6 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-cli-encoders: EXTRAS := cli,encoders
 $(VENV)/.installed-test: EXTRAS := test
+$(VENV)/.installed-zoo: EXTRAS := zoo
 # mypy reads the types of typer and rich.
 $(VENV)/.installed-dev: EXTRAS := dev,cli
