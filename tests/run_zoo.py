@@ -162,7 +162,8 @@ def watch(gm: GraphModule, args: Sequence[Any], attention: set[str]) -> Watched:
                     lies.add(n.name)
             return result
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a model that masks at random masks alike
         outputs = Watch(gm).run(*[x.clone() if isinstance(x, Tensor) else x for x in args])
     return Watched(pytree.tree_leaves(outputs), received, lies)
 
