@@ -14,12 +14,11 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -84,7 +83,6 @@ class Found:
             strides, and the number of the storage among the op's own operands.
         kernels: that stock Inductor generates, and that are left, for the rows of zoo.COMPILED.
         wrong: differences in outputs, strides or metas; there must be none.
-        seconds: that it took.
     """
 
     graphs: int = 0
@@ -96,7 +94,6 @@ class Found:
     received: list[Any] = field(default_factory=list)
     kernels: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def gone(self) -> dict[str, int]:
@@ -125,7 +122,8 @@ class Found:
 
     @classmethod
     def load(cls, data: dict[str, Any]) -> Found:
-        return cls(**data | {"copies": [Copies(**c) for c in data["copies"]]})
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(**known | {"copies": [Copies(**c) for c in data["copies"]]})
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -246,7 +244,7 @@ def _note(found: Found, stock: Watched, ours: Watched) -> None:
 
 def examine(row: zoo.Row, seed: int = 0) -> Found:
     """Trace an encoder, and run it twice as it came and as the pass leaves it."""
-    found, start = Found(), time.perf_counter()
+    found = Found()
     torch.manual_seed(seed)
     model, inputs = zoo.build(row)
     torch._dynamo.reset()
@@ -254,7 +252,6 @@ def examine(row: zoo.Row, seed: int = 0) -> Found:
     with torch.no_grad(), zoo.attention_of(row, model):
         for _ in range(2):
             compiled(**inputs())
-    found.seconds = round(time.perf_counter() - start, 1)
     return found
 
 
