@@ -196,7 +196,7 @@ def twins(found: Found) -> Callable[..., Any]:
                 ours = watch(gm, inputs, attention)
                 found.wrong += [f"{target}: {text}" for text in _differences(ours, stock)]
                 if target == "inductor":
-                    _note(found, stock, ours)
+                    _note(found, reports[0], stock, ours)
             return stock.outputs
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -232,14 +232,17 @@ def _differences(ours: Watched, stock: Watched) -> list[str]:
     return found
 
 
-def _note(found: Found, stock: Watched, ours: Watched) -> None:
-    for node, layouts in stock.received.items():
-        op = node.rstrip("_0123456789")
-        same = [r for r in found.received if r[:3] == [op, layouts, ours.received[node]]]
+def _note(found: Found, report: Report, stock: Watched, ours: Watched) -> None:
+    for op in report.attention_ops:
+        if op.node not in stock.received:
+            continue
+        name = op.op.rpartition("::")[2]
+        seen = [name, stock.received[op.node], ours.received[op.node]]
+        same = [r for r in found.received if r[:3] == seen]
         if same:
             same[0][3] += 1
         else:
-            found.received.append([op, layouts, ours.received[node], 1])
+            found.received.append([*seen, 1])
 
 
 def examine(row: zoo.Row, seed: int = 0) -> Found:
@@ -583,9 +586,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose key has this in it")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--resume", action="store_true", help="only rows without a result yet")
+    parser.add_argument("--page", action="store_true", help="only make the page anew")
     parser.add_argument("--accept", action="store_true", help="new counts are what is expected")
     args = parser.parse_args()
 
+    if args.page:
+        zoo.PAGE.write_text(render(load(zoo.EXPECTED), _versions()))
+        return 0
     accepted, results = load(zoo.EXPECTED), load(zoo.RESULTS) if args.resume else {}
     results = {key: result for key, result in results.items() if result[0] != "crash"}
     rows = [row for row in zoo.ROWS if args.only in row.key and row.key not in results]

@@ -292,7 +292,7 @@ FAMILIES = {
     "F9": "rope on all but the prefix tokens, then a `cat` in (B, H, S, D)",
     "F10": "rope on a part of the head, then a `cat` in (B, H, S, D)",
     "F14": "softmax spelt out, which Inductor may make into SDPA",
-    "F15": "q, k and v of a convolution, transposed and copied",
+    "F15": "q, k and v of a convolution, transposed, copied; views if it writes channels last",
     "F16": "text and images joined by a `cat`",
 }
 UNTOUCHED = ("F0", "F0r")  # families with nothing to do
