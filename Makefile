@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n 2
 QKVPASS_FUZZ_EXAMPLES ?= 5000
 
-.PHONY: demo test test-matrix lint fuzz examples docs benchmarks clean
+.PHONY: demo test test-matrix lint fuzz examples zoo docs benchmarks clean
 
 demo: $(VENV)/.installed-cli-encoders
 	$(BIN)/qkvpass demo
@@ -37,6 +37,9 @@ docs: $(VENV)/.installed-docs
 benchmarks: $(VENV)/.installed-bench
 	$(BIN)/python tests/bench_page.py
 
+zoo: $(VENV)/.installed-zoo
+	OMP_NUM_THREADS=1 $(BIN)/python tests/run_zoo.py $(ZOO_ARGS)
+
 clean:
 	rm -rf $(VENV) .venv-matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -58,5 +61,6 @@ $(VENV)/.installed-cli-encoders: EXTRAS := cli,encoders
 $(VENV)/.installed-test: EXTRAS := test
 $(VENV)/.installed-docs: EXTRAS := docs
 $(VENV)/.installed-bench: EXTRAS := bench
+$(VENV)/.installed-zoo: EXTRAS := zoo
 # mypy reads the types of typer and rich.
 $(VENV)/.installed-dev: EXTRAS := dev,cli
