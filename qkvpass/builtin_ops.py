@@ -160,8 +160,8 @@ BUILTIN_OPS: tuple[BuiltinOp, ...] = (
         "aten::_scaled_dot_product_efficient_attention_backward",
         QUERY_KEY_VALUE,
         "declared",
-        "reads q, k, v by stride, wrong gradients where out alone is strided otherwise, so that out"
-        " is no operand; gradients bit-identical on an H200 with torch 2.11",
+        "reads q, k, v by stride; wrong gradients where out alone is strided otherwise, so that out"
+        " is no operand",
         contract=EFFICIENT,
         when=on_cuda,
         backward_of="aten::_scaled_dot_product_efficient_attention",
