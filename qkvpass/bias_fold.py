@@ -57,7 +57,10 @@ def fold_of(add: Node, facts: Facts) -> Fold | None:
     for summand, bias in ((one, other), (other, one)):
         views, root = _behind(summand, facts)
         private = all(len(node.users) == 1 for node in (*views, root))
-        if private and root.target is aten.mm.default and _is_bias(bias, summand, root, add):
+        if not private or root.target is not aten.mm.default:
+            continue
+        unwritten = all(facts.writer_of(n) is None for n in root.all_input_nodes)  # read later now
+        if unwritten and _is_bias(bias, summand, root, add):
             return Fold(add, root, tuple(reversed(views)), bias)
     return None
 
@@ -145,7 +148,9 @@ def realise(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edit
 def _fold(fold: Fold, editor: Editor) -> Node:
     """Put one ``addmm`` and the same views in the place of product, views and sum."""
     x, weight = fold.mm.args
+    editor.in_place_of(fold.mm)
     value = addmm = editor.call(fold.add, aten.addmm.default, fold.bias, x, weight)
+    editor.in_place_of(fold.add)
     for view in fold.views:
         value = editor.call(fold.add, view.target, value, *view.args[1:])
     editor.journal.dead.append(fold.mm)  # commit starts with the last, and this one is read by it
@@ -160,6 +165,7 @@ def _realise(fold: Fold, editor: Editor) -> Node:
     """
     users, after, value = list(fold.add.users), fold.add.next, fold.add.meta["val"]
     rows, columns = fold.mm.meta["val"].shape
+    editor.in_place_of(fold.add)
     try:
         layout = (list(value.shape), list(value.stride()), 0)
         realised = editor.call(after, aten.as_strided.default, fold.add, *layout)

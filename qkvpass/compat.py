@@ -25,6 +25,7 @@ __all__ = [
     "CountedBytes",
     "CustomGraphPass",
     "NewGuard",
+    "ORIGIN",
     "add_triton_constants",
     "bisecting",
     "bisector_disables",
@@ -55,6 +56,18 @@ __all__ = [
     "uncached",
     "with_graph_module",
 ]
+
+
+# Keys of a node's meta that say where it comes from, and where the partitioner may put it.
+ORIGIN = (
+    "stack_trace",
+    "nn_module_stack",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "autograd_backward",
+)
 
 
 class NewGuard(RuntimeError):

@@ -15,15 +15,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .compat import detect_fake_mode, extract_tensor_metadata, no_new_guards
+from .compat import ORIGIN, detect_fake_mode, extract_tensor_metadata, no_new_guards
 from .edit import Journal, RewriteFault
 from .layout import Int, Layout, NotAView, StridedView
 from .match import Facts
 from .safety import unchanged
 
 aten = torch.ops.aten
-
-_TRACES: tuple[str, ...] = ("stack_trace", "nn_module_stack")
 
 
 class NotPossible(Exception):
@@ -37,7 +35,15 @@ def copy_of(graph: Graph) -> Graph:
     result = twin.graph_copy(graph, twins)
     (output,) = graph.find_nodes(op="output")
     twin.output(result).meta.update(output.meta)
+    name_alike(twin, graph)
     return twin
+
+
+def name_alike(twin: Graph, graph: Graph) -> None:
+    """Name the nodes of a copy as those of the graph: copying renames what is no fresh name, such
+    as ``input`` and ``w_01``, and so what is exported may be called."""
+    for copied, node in zip(twin.nodes, graph.nodes):
+        copied.name = node.name
 
 
 class Editor:
@@ -46,6 +52,12 @@ class Editor:
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.journal = Journal(graph)
         self.facts = facts
+        self._like: Node | None = None
+
+    def in_place_of(self, node: Node) -> None:
+        """What is inserted from here on has the origin of ``node``: its module in tracebacks, and
+        what activation checkpointing is to do with it."""
+        self._like = node
 
     def call(self, anchor: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
         """A new op in front of ``anchor``, with its value.
@@ -56,7 +68,8 @@ class Editor:
         """
         args = pytree.tree_map_only(torch.SymInt, lambda s: self._named(s, anchor), args)
         value = self._value(op, args, kwargs)
-        meta: dict[str, Any] = {k: anchor.meta[k] for k in _TRACES if k in anchor.meta}
+        origin = (self._like or anchor).meta
+        meta: dict[str, Any] = {key: origin[key] for key in ORIGIN if key in origin}
         meta["val"] = value
         if "tensor_meta" in anchor.meta:
             meta["tensor_meta"] = pytree.tree_map_only(Tensor, extract_tensor_metadata, value)

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from .compat import with_graph_module
+from .editor import name_alike
 from .graph_pass import Options, StridedQKVPass
 
 
@@ -39,6 +40,7 @@ def rewrite(program: ExportedProgram, **options: Any) -> ExportedProgram:
             f"program is a {type(program).__name__}; give what torch.export.export returns"
         )
     graph = copy.deepcopy(program.graph)
+    name_alike(graph, program.graph)
     defaults: dict[str, Any] = {"target": "eager", "autograd": torch.is_grad_enabled()}
     with _returned(graph, _named_by_submodules(program)):
         StridedQKVPass(Options(**(defaults | options)))(graph)

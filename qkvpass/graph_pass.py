@@ -198,7 +198,7 @@ class StridedQKVPass(CustomGraphPass):
         except Exception as fault:
             if _strict():
                 raise
-            _log_once(f"{type(fault).__name__}: {fault}")
+            _log_once(f"a graph is left as it was: {type(fault).__name__}: {fault}")
             report = Report((), (), "", "", fault=f"{type(fault).__name__}: {fault}")
         deliver(report)
 
@@ -236,7 +236,7 @@ def _source_hash() -> bytes:
 
 @functools.cache
 def _log_once(message: str) -> None:
-    log.warning("qkvpass leaves a graph as it was: %s", message)
+    log.warning("qkvpass: %s", message)
 
 
 def run(graph: Graph, options: Options) -> Report:

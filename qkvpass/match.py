@@ -232,14 +232,14 @@ class Facts:
         if str(node.target).startswith("tangents") or any(n in self.backward for n in inputs):
             self.backward.add(node)
         for mutated in mutated_inputs(node):
-            for root in self._roots(mutated):
+            for root in self.roots_of(mutated):
                 self.written.setdefault(root, node)
         if is_attention(node):
             self.attention.append(node)
         if isinstance(node.meta.get("val"), torch.SymInt):
             self.sizes.append(node)
 
-    def _roots(self, node: Node) -> set[Node]:
+    def roots_of(self, node: Node) -> set[Node]:
         """Every buffer that a value may lie in."""
         stack, found = [self.root[node]], {self.root[node]}
         while stack:
@@ -249,6 +249,11 @@ class Facts:
             found |= roots
             stack.extend(roots)
         return found
+
+    def writer_of(self, node: Node) -> Node | None:
+        """The first op that writes memory in which a value may lie, if there is one."""
+        writers = [self.written[r] for r in self.roots_of(node) if r in self.written]
+        return min(writers, key=self.order.__getitem__, default=None)
 
     @functools.cached_property
     def attention_set(self) -> frozenset[Node]:

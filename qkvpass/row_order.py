@@ -65,12 +65,11 @@ class Rows:
 
 def rows_of(gemm: Node, facts: Facts) -> Rows | None:
     """How a GEMM reads its rows, where that is a permutation of whole dims; else None."""
-    position = ROWS_OF.get(gemm.target)
-    if position is None:
+    if gemm.target not in ROWS_OF or not _rows_are_alike(gemm):
         return None
     chain, source = _chain(_operand(gemm), facts)
     value = tensor_of(source)
-    if value is None:
+    if value is None or facts.writer_of(source) is not None:  # the GEMM may read it later now
         return None
     strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
     view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))
@@ -105,6 +104,15 @@ def order_of(copy: Node, facts: Facts) -> tuple[Node, tuple[int, ...]] | None:
     ones = [d for d, size in enumerate(value.shape) if known(size == 1)]
     order = [*ones, *order]
     return (source, tuple(order)) if len(order) == value.dim() else None
+
+
+def _rows_are_alike(gemm: Node) -> bool:
+    """Whether nothing but the rows that a GEMM reads tells one row of its result from another."""
+    if gemm.target is not aten.addmm.default:
+        return True
+    bias: Any = gemm.args[0]
+    added = bias.meta["val"]
+    return added.dim() < 2 or known(added.shape[0] == 1)
 
 
 def _operand(gemm: Node) -> Node:
@@ -223,6 +231,7 @@ def _move(gemm: Node, editor: Editor) -> _Move:
     if rows is None:
         raise NotPossible(f"the rows of {gemm.name} are no permutation any more")
     position = ROWS_OF[gemm.target]
+    editor.in_place_of(gemm)
     size, result = list(_operand(gemm).meta["val"].shape), gemm.meta["val"]
     shape = rows.source.meta["val"].shape
     ordered = sorted(rows.rows)

@@ -49,6 +49,7 @@ from .match import (
     is_functionalized,
     is_hop,
     mutated_inputs,
+    nbytes,
     target_name,
 )
 from .reason import Reason
@@ -555,8 +556,7 @@ class Propagation:
 
     def _check_memory(self, copy: Node) -> None:
         for value in (copy, self.facts.sources[copy]):
-            root = self.facts.root[value]
-            if (writer := self.facts.written.get(root)) is not None:
+            if (writer := self.facts.writer_of(value)) is not None:
                 inner = f" ({called_op(writer)})" if is_functionalized(writer) else ""
                 raise Refused(
                     Reason.MUTATED,
@@ -757,7 +757,7 @@ class Propagation:
         return self.facts.borders(node) is None or self._has_buffer_to_itself(node, overlay)
 
     def _has_buffer_to_itself(self, copy: Node, overlay: Overlay) -> bool:
-        """Whether a returned copy is all that anybody sees of the GEMM behind it.
+        """Whether a returned copy is all of a GEMM behind it that nobody else sees.
 
         Then the caller may as well own the GEMM's buffer.
         """
@@ -768,7 +768,8 @@ class Propagation:
             if len(value.users) != 1:
                 return False
             value = value.all_input_nodes[0]
-        return value.target in MATMULS and len(value.users) == 1
+        whole = known(nbytes(copy.meta["val"]) == nbytes(value.meta["val"]))
+        return whole and value.target in MATMULS and len(value.users) == 1
 
     def _carry(self, source: Node, node: Node, overlay: Overlay) -> None:
         if name := overlay.behind_attention(source):

@@ -103,6 +103,7 @@ def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]
 
 def _split(attention: Node, split: tuple[Int, Int], editor: Editor) -> None:
     outputs = list(attention.users)
+    editor.in_place_of(attention)
     views: dict[Node, Node] = {}
     for value in dict.fromkeys(operand.value for operand in operands(attention)):
         tail = value.meta["val"].shape[2:]
@@ -124,11 +125,13 @@ def _split_again(output: Node, value: Node, facts: Facts) -> list[Node]:
     """Views of the merged output that are the split one: all of it, dense, in the same sizes."""
     found: list[Node] = []
     stack, layout = [output], Layout.of(value.meta["val"])
+    if not (layout.row_major and Layout.of(output.meta["val"]).row_major):
+        return []
     while stack:
         for user in stack.pop().users:
             if not facts.is_view(user) or not isinstance(user.meta["val"], Tensor):
                 continue
-            alike = layout.row_major and Layout.of(user.meta["val"]).same(layout)
+            alike = Layout.of(user.meta["val"]).same(layout)
             (found if alike else stack).append(user)
     return found
 

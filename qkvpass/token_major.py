@@ -125,6 +125,7 @@ def _relay(site: Site, editor: Editor) -> Node:
     writer, order = site.writer, list(site.order)
     relay = _relaid_cat if writer.target is aten.cat.default else _relaid
     users, anchor = list(writer.users), writer.next
+    editor.in_place_of(writer)
     value = relay(writer, order, anchor, editor)
     value = editor.permute(anchor, value, [order.index(d) for d in range(len(order))])
     dense = editor.dense(anchor, value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import qkvpass
-from qkvpass import bias_fold, edit, graph_pass, speculate
+from qkvpass import bias_fold, edit, editor, graph_pass, speculate
 from qkvpass.graph_pass import Options, run
 from qkvpass.match import Facts
 
@@ -297,7 +297,7 @@ def test_a_fault_in_the_move_takes_every_edit_back(
 ) -> None:
     tag("aware")
     gm = standins.trace(Packed(), x())
-    finished = edit.copy_of(gm.graph)
+    finished = editor.copy_of(gm.graph)
     run(finished, Options())
     metas = {node: {k: id(v) for k, v in node.meta.items()} for node in gm.graph.nodes}
     before, count = str(gm.graph), 0
@@ -312,7 +312,7 @@ def test_a_fault_in_the_move_takes_every_edit_back(
 
     monkeypatch.setattr(edit.Journal, step, faulty)
     try:
-        edit.transplant(gm.graph, finished)
+        editor.transplant(gm.graph, finished)
     except RuntimeError as fault:
         assert str(fault) == "injected" and str(gm.graph) == before
         assert metas == {n: {k: id(v) for k, v in n.meta.items()} for n in gm.graph.nodes}
