@@ -84,6 +84,8 @@ CORRECTLY_ROUNDED = frozenset(
     "lt masked_fill maximum minimum mul ne neg reciprocal relu round rsub sgn sign sqrt sub "
     "threshold trunc where".split()
 )
+# Those of them that treat a complex number's parts alone: a product of two rounds several times.
+BY_PARTS = frozenset({"clone", "convert_element_type", "eq", "ne", "neg", "where"})
 # Ops that read sizes alone. Sizes never change here.
 SIZE_OPS = frozenset({aten.sym_size.int, aten.sym_numel.default})
 # Deliberately not on the list:
@@ -126,17 +128,23 @@ def is_pointwise(target: Any) -> bool:
     return target in LAYOUT_FREE or torch.Tag.pointwise in target.tags
 
 
-def is_layout_free(target: Any, result: Tensor | None) -> bool:
+def is_layout_free(node: Node) -> bool:
     """Whether an op's values ignore the layout of its inputs, to the last bit.
 
     A CPU vectorises by layout, and a vector function rounds otherwise than a scalar one, so
     that only correctly rounded ops are layout-free there.
     """
+    target, result = node.target, _first_tensor(node.meta.get("val"))
     if not is_pointwise(target):
         return False
     if result is None or result.device.type != "cpu" or target in LAYOUT_FREE:
         return True
-    return target._schema.name.partition("::")[2] in CORRECTLY_ROUNDED
+    if bound_arguments(node).get("alpha", 1) != 1:
+        return False  # scaled, then added: rounded twice, or once where the two are fused
+    inputs = (_first_tensor(n.meta.get("val")) for n in node.all_input_nodes)
+    is_complex = any(t is not None and t.is_complex() for t in (result, *inputs))
+    name = target_name(node).partition("::")[2]
+    return name in (BY_PARTS if is_complex else CORRECTLY_ROUNDED)
 
 
 def looks_at_every_stride(node: Node) -> bool:
@@ -216,7 +224,7 @@ def consume(call: Call) -> Any:
     tag = tags.lookup(called_op(node))
     if tag is not None and tag.status.capable:
         return _consume_tagged(call, tag)
-    if is_layout_free(node.target, _first_tensor(node.meta.get("val"))):
+    if is_layout_free(node):
         return rerun(call)
     raise _bound_refusal(call, tag)
 
