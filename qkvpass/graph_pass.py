@@ -288,6 +288,7 @@ def rewritten(facts: Facts, options: Options) -> State:
             if _strict():
                 raise
             text = f"{rewrite.option} was left out: {type(fault).__name__}: {fault}"
+            _log_once(text)
             state = replace(state, notes=(*state.notes, text))
     return state
 
