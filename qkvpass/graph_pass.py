@@ -38,7 +38,7 @@ from .editor import transplant
 from .match import Facts
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
-from .speculate import State, improve
+from .speculate import Rewrite, State, improve
 
 log = logging.getLogger("qkvpass")
 
@@ -248,9 +248,21 @@ def run(graph: Graph, options: Options) -> Report:
     start = time.perf_counter()
     if not _is_sorted(graph):  # the joint graph of training, between Inductor's own passes
         sort_topologically(graph)
-    wanted = text_wanted()
     original = Facts(graph, options.autograd)
-    state = rewritten(original, options)
+    state = rewritten(original, options, REWRITES)
+    try:
+        return _finish(original, state, start)
+    except Exception as fault:
+        untouched = list(graph.nodes) == original.nodes
+        if state.graph is graph or not untouched or _strict():
+            raise
+        _log_once(f"all rewrites were left out: {type(fault).__name__}: {fault}")
+        return _finish(original, rewritten(original, options, ()), start)
+
+
+def _finish(original: Facts, state: State, start: float) -> Report:
+    """Make the user's graph what the state says it is to be."""
+    graph, wanted = original.graph, text_wanted()
     copies = decisions_of(original, state)
     attention = attention_of(state.facts, state.decisions)
     seconds = time.perf_counter() - start
@@ -266,7 +278,7 @@ def run(graph: Graph, options: Options) -> Report:
     return Report(copies, attention, before, after, seconds=seconds, notes=state.notes)
 
 
-def rewritten(facts: Facts, options: Options) -> State:
+def rewritten(facts: Facts, options: Options, rewrites: tuple[Rewrite, ...]) -> State:
     """The graph with every rewrite that leads to removals, and the decisions on it.
 
     Raises:
@@ -279,7 +291,7 @@ def rewritten(facts: Facts, options: Options) -> State:
         return decide(facts, options.target, limit, certified_only)
 
     state = State(facts.graph, facts, decided(facts), certified_only=certified_only)
-    for rewrite in REWRITES:
+    for rewrite in rewrites:
         if not getattr(options, rewrite.option) or options.numerics not in rewrite.numerics:
             continue
         try:

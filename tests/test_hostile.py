@@ -235,15 +235,21 @@ def test_what_a_checkpoint_leaves_out_is_not_saved(
 # Faults
 
 
-@pytest.mark.parametrize("step", ["find", "edit"])
-def test_a_fault_in_a_rewrite_costs_that_rewrite_alone(
+STEPS = {"find": "fold_bias was", "edit": "fold_bias was", "transplant": "all rewrites were"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_fault_in_a_rewrite_costs_no_plain_removal(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tag("aware")
-    fault: dict[str, Any] = {step: lambda *args: 1 / 0}
-    broken = [dataclasses.replace(rewrite, **fault) for rewrite in graph_pass.REWRITES]
-    monkeypatch.setattr(graph_pass, "REWRITES", broken)
     traced = standins.trace(modules.SelfAttention(), modules.tokens())
+    without = standins.apply_pass(traced, target="eager", fold_bias=False, permute_rows=False)
+    if step == "transplant":
+        monkeypatch.setattr(graph_pass, step, lambda *args: 1 / 0)
+    else:
+        fault: dict[str, Any] = {step: lambda *args: 1 / 0}
+        broken = tuple(dataclasses.replace(r, **fault) for r in graph_pass.REWRITES)
+        monkeypatch.setattr(graph_pass, "REWRITES", broken)
     with pytest.raises(ZeroDivisionError):
         standins.apply_pass(traced, target="eager")
     monkeypatch.delenv("QKVPASS_STRICT")
@@ -252,6 +258,5 @@ def test_a_fault_in_a_rewrite_costs_that_rewrite_alone(
         outcome = standins.apply_pass(traced, target="eager")
     standins.verify(outcome)
     assert outcome.report.removed and not outcome.report.fault
-    assert "fold_bias was left out: ZeroDivisionError" in caplog.text
-    without = standins.apply_pass(traced, target="eager", fold_bias=False, permute_rows=False)
+    assert f"{STEPS[step]} left out: ZeroDivisionError" in caplog.text
     assert str(outcome.after.graph) == str(without.after.graph)
