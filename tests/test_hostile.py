@@ -175,6 +175,28 @@ def test_a_write_is_seen_through_a_composite_that_aliases() -> None:
     assert {str(c.reason) for c in report.copies} == {"mutated"}
 
 
+class Reshaped(nn.Module):
+    """q is a view, by a reshape, of what is written then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = torch.matmul(x, self.weight).view(*x.shape[:2], 3, HEADS, HEAD_DIM)
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        y = torch.exp(q).contiguous()
+        q = y.reshape(q.shape)
+        y.mul_(2)
+        attended = standins.like_q(q, k, v).transpose(1, 2).contiguous()
+        return torch.matmul(attended.view(x.shape), self.weight) + y.sum()
+
+
+def test_a_view_is_nothing_that_is_written() -> None:
+    tag("like_q", contract=FAKE)
+    assert not exported(Reshaped(), modules.tokens()).notes
+
+
 class Named(nn.Module):
     """Names that a copy of a graph would change: of Python's own, and ending in zeros."""
 
