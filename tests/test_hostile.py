@@ -248,13 +248,14 @@ def test_what_a_checkpoint_leaves_out_is_not_saved(
         forward, backward = partition(*args, **kwargs)
         (output,) = forward.graph.find_nodes(op="output")
         nodes = [n for n in output.args[0] if isinstance(n, Node) and n.op == "call_function"]
-        saved.append({tuple(n.meta["val"].shape) for n in nodes})
+        shapes = [tuple(n.meta["val"].shape) for n in nodes]
+        saved.append({shape for shape in shapes if all(isinstance(n, int) for n in shape)})
         return forward, backward
 
     monkeypatch.setattr(partitioners, "min_cut_rematerialization_partition", watch)
     model, data = Checkpointed(), modules.tokens()
     backend = qkvpass.configured(target="eager", numerics=numerics)
-    ours = standins.run(model, data, backend=backend, train=True)
+    ours = standins.run(model, data, backend=backend, train=True, dynamic=False)
     (report,) = ours.reports
     assert report.removed and report.notes
     assert saved == [{tuple(data.shape)}]
