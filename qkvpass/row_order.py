@@ -69,7 +69,7 @@ def rows_of(gemm: Node, facts: Facts) -> Rows | None:
         return None
     chain, source = _chain(_operand(gemm), facts)
     value = tensor_of(source)
-    if value is None or facts.writer_of(source) is not None:  # the GEMM may read it later now
+    if value is None or any(facts.writer_of(node) is not None for node in (*chain, source)):
         return None
     strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
     view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))

@@ -85,7 +85,8 @@ def _writer_of(q: Node, facts: Facts) -> Node | None:
         (node,) = inputs
     if node.target is aten.cat.default:
         return node
-    return q if is_pointwise(q.target) and q not in facts.sources else None
+    is_written = is_pointwise(q.target) and facts.root[q] is q  # no view, as a reshape may be
+    return q if is_written and q not in facts.sources else None
 
 
 def _is_alike(node: Node, value: Tensor) -> bool:
