@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from qkvpass import Report, StridedQKVPass
 from qkvpass.graph_pass import Options, listen
+from qkvpass.match import attention_name, is_attention
 
 TARGETS = ("inductor", "eager")
 LIMIT = 600  # seconds for one encoder
@@ -138,19 +139,19 @@ class Watched:
     """One run of a graph."""
 
     outputs: list[Any]
-    received: dict[str, Any]  # layouts by attention op
+    received: list[tuple[str, Any]]  # attention ops in their order, and their layouts
     lies: set[str]  # nodes whose meta has another layout than they
 
 
-def watch(gm: GraphModule, args: Sequence[Any], attention: set[str]) -> Watched:
-    received: dict[str, Any] = {}
+def watch(gm: GraphModule, args: Sequence[Any]) -> Watched:
+    received: list[tuple[str, Any]] = []
     lies: set[str] = set()
 
     class Watch(Interpreter):
         def run_node(self, n: Node) -> Any:
-            if n.name in attention:
+            if is_attention(n):
                 given, _ = self.fetch_args_kwargs_from_env(n)
-                received[n.name] = _layouts(given)
+                received.append((attention_name(n).rpartition("::")[2], _layouts(given)))
             result = super().run_node(n)
             val = n.meta.get("val")
             if isinstance(result, Tensor) and isinstance(val, Tensor) and n.op != "placeholder":
@@ -190,13 +191,12 @@ def twins(found: Found) -> Callable[..., Any]:
         def run(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
-            attention = {op.node for op in reports[0].attention_ops}
-            stock = watch(before, inputs, attention)
+            stock = watch(before, inputs)
             for target, gm in zip(TARGETS, after):
-                ours = watch(gm, inputs, attention)
+                ours = watch(gm, inputs)
                 found.wrong += [f"{target}: {text}" for text in _differences(ours, stock)]
                 if target == "inductor":
-                    _note(found, reports[0], stock, ours)
+                    _note(found, stock, ours)
             return stock.outputs
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -232,12 +232,10 @@ def _differences(ours: Watched, stock: Watched) -> list[str]:
     return found
 
 
-def _note(found: Found, report: Report, stock: Watched, ours: Watched) -> None:
-    for op in report.attention_ops:
-        if op.node not in stock.received:
-            continue
-        name = op.op.rpartition("::")[2]
-        seen = [name, stock.received[op.node], ours.received[op.node]]
+def _note(found: Found, stock: Watched, ours: Watched) -> None:
+    # By position: an op that a rewrite gave other dims is another node.
+    for (name, before), (_, after) in zip(stock.received, ours.received):
+        seen = [name, before, after]
         same = [r for r in found.received if r[:3] == seen]
         if same:
             same[0][3] += 1
