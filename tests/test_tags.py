@@ -50,6 +50,13 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 QKV = ("q", "k", "v")
 
 
+@pytest.fixture(autouse=True)
+def _no_user_tags(_clean_slate: None) -> None:
+    """Nor those that another file registered when it was imported."""
+    tags._registry.user = {}
+    tags._registry.changed()
+
+
 def custom_attention(name: str, **options: object) -> torch.library.CustomOpDef:
     @torch.library.custom_op(f"tagtest_custom::{name}", mutates_args=(), **options)
     def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
