@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from .decide import first_sink
@@ -71,12 +72,8 @@ def rows_of(gemm: Node, facts: Facts) -> Rows | None:
     value = tensor_of(source)
     if value is None or any(facts.writer_of(node) is not None for node in (*chain, source)):
         return None
-    strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
-    view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))
     try:
-        for node in reversed(chain):
-            view = _step(node, view, facts)
-        rows, columns = ([_dim(atom, value.shape, strides) for atom in dim] for dim in view.dims)
+        rows, columns = _whole_dims(chain, value, facts)
     except NotAView:
         return None
     if len(rows) + len(columns) != sum(not known(size == 1) for size in value.shape):
@@ -93,17 +90,26 @@ def order_of(copy: Node, facts: Facts) -> tuple[Node, tuple[int, ...]] | None:
     value = tensor_of(source)
     if value is None:
         return None
-    strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
-    view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))
     try:
-        for node in reversed(chain):
-            view = _step(node, view, facts)
-        order = [_dim(atom, value.shape, strides) for dim in view.dims for atom in dim]
+        order = [d for dim in _whole_dims(chain, value, facts) for d in dim]
     except NotAView:
         return None
     ones = [d for d, size in enumerate(value.shape) if known(size == 1)]
     order = [*ones, *order]
     return (source, tuple(order)) if len(order) == value.dim() else None
+
+
+def _whole_dims(chain: Sequence[Node], value: Tensor, facts: Facts) -> list[list[int]]:
+    """For each dim behind a chain of views and copies, the dims of the source that make it.
+
+    Raises:
+        NotAView: if one is made of a part of a dim.
+    """
+    strides = [product(value.shape[d + 1 :]) for d in range(value.dim())]
+    view = StridedView.of(Layout(tuple(value.shape), tuple(strides), 0))
+    for node in reversed(chain):
+        view = _step(node, view, facts)
+    return [[_dim(atom, value.shape, strides) for atom in dim] for dim in view.dims]
 
 
 def _rows_are_alike(gemm: Node) -> bool:

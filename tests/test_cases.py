@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import graph_caches
 import pytest
 import standins
 import torch
@@ -631,25 +632,14 @@ def compiled_once(model: Callable[..., Any], *args: Any) -> tuple[standins.Call,
     return next(call for call in calls if call.op == "aware"), reports[0]
 
 
-def cache_events() -> dict[str, int]:
-    """Misses, hits and bypasses of the two graph caches since the last call."""
-    events = {
-        name: counters["inductor"][f"fxgraph_cache_{name}"]
-        + counters["aot_autograd"][f"autograd_cache_{name}"]
-        for name in ("miss", "hit", "bypass")
-    }
-    counters.clear()
-    return events
-
-
 def test_b24_second_compile_is_a_cache_hit() -> None:
     """B24: nothing is bypassed, the pass body does not run again, the result is still strided."""
     tag("aware")
     with caches_on():
         call, report = compiled_once(layer(standins.aware), *projection())
-        cold = cache_events()
+        cold = graph_caches.events()
         again, cached = compiled_once(layer(standins.aware), *projection())
-        warm = cache_events()
+        warm = graph_caches.events()
     assert cold["miss"] and not cold["hit"] and not cold["bypass"]
     assert warm["hit"] and not warm["miss"] and not warm["bypass"]
     assert call.strides == again.strides == (STRIDED,) * 3
@@ -664,13 +654,13 @@ def test_b25_registry_is_part_of_the_cache_key() -> None:
     with caches_on():
         tag("aware")
         assert compiled_once(model, *args)[0].strides == (STRIDED,) * 3
-        assert cache_events()["miss"]
+        assert graph_caches.events()["miss"]
         qkvpass.unregister_stride_tag("standin::aware")
         assert compiled_once(model, *args)[0].strides == (DENSE,) * 3
-        assert cache_events()["miss"]
+        assert graph_caches.events()["miss"]
         tag("aware")
         assert compiled_once(model, *args)[0].strides == (STRIDED,) * 3
-        assert not cache_events()["miss"]
+        assert not graph_caches.events()["miss"]
 
 
 def test_b25_conditions_and_contracts_are_part_of_the_cache_key() -> None:
