@@ -7,6 +7,7 @@ one rule has had its say.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,14 +29,21 @@ class NotPossible(Exception):
     """An edit cannot be expressed here; the copy of the graph is of no use any more."""
 
 
-def copy_of(graph: Graph) -> Graph:
-    """A graph of equal nodes under equal names, with metas that may be edited."""
+def copy_of(graph: Graph, taken: Iterable[str] = ()) -> Graph:
+    """A graph of equal nodes under equal names, with metas that may be edited.
+
+    Args:
+        graph: the user's, or what an edit has made of a copy of it.
+        taken: names that no new node may have: of the user's nodes, also those that are gone.
+    """
     twin = Graph()
     twins: dict[Node, Node] = {}
     result = twin.graph_copy(graph, twins)
     (output,) = graph.find_nodes(op="output")
     twin.output(result).meta.update(output.meta)
     name_alike(twin, graph)
+    for name in set(taken) - {node.name for node in graph.nodes}:
+        twin.erase_node(twin.placeholder(name))  # a graph gives out no name twice
     return twin
 
 
@@ -131,6 +139,19 @@ class Editor:
             NotPossible: if it does not.
         """
         self.redirect(list(old.users), old, new)
+        self.journal.dead.append(old)
+
+    def relocate(self, old: Node, new: Node) -> None:
+        """Let the users of ``old`` read ``new``, which may begin elsewhere in its storage.
+
+        Raises:
+            NotPossible: if it differs in more.
+        """
+        before, after = old.meta["val"], new.meta["val"]
+        if not Layout.of(before).same_strides(Layout.of(after)):
+            raise NotPossible(f"{new.name} is not laid out as {old.name}")
+        for user in list(old.users):
+            self.journal.replace_input(user, old, new)
         self.journal.dead.append(old)
 
     def redirect(self, users: list[Node], old: Node, new: Node) -> None:

@@ -20,6 +20,7 @@ from . import (
     bias_fold,
     halving,
     observe,
+    part_copies,
     row_order,
     split_heads,
     tags,
@@ -45,6 +46,7 @@ log = logging.getLogger("qkvpass")
 REWRITES = (
     bias_fold.FOLD,
     bias_fold.REALISE,
+    part_copies.REWRITE,
     split_heads.REWRITE,
     row_order.REWRITE,
     token_major.REWRITE,
@@ -89,6 +91,8 @@ class Options:
         fold_bias: fold a bias add into its GEMM where copies go behind it.
         split_heads: give an attention op over merged batch and heads its two dims back, where
             copies go then.
+        part_copies: copy q, k and v one by one where one copy makes them all dense, so that
+            those may go that only attention reads.
         permute_rows: move a permutation of rows from in front of a GEMM to behind it, where
             it is a view.
         relay_q: let the ``cat`` or pointwise op that writes q write it token-major, where that
@@ -105,6 +109,7 @@ class Options:
     numerics: str = "default"
     fold_bias: bool = True
     split_heads: bool = True
+    part_copies: bool = True
     permute_rows: bool = True
     relay_q: bool = True
 
@@ -290,12 +295,17 @@ def rewritten(facts: Facts, options: Options, rewrites: tuple[Rewrite, ...]) -> 
     def decided(facts: Facts) -> Decisions:
         return decide(facts, options.target, limit, certified_only)
 
-    state = State(facts.graph, facts, decided(facts), certified_only=certified_only)
-    for rewrite in rewrites:
-        if not getattr(options, rewrite.option) or options.numerics not in rewrite.numerics:
-            continue
+    names = frozenset(node.name for node in facts.nodes)
+    state = State(facts.graph, facts, decided(facts), names, certified_only=certified_only)
+    admitted = [
+        rewrite
+        for rewrite in rewrites
+        if getattr(options, rewrite.option) and options.numerics in rewrite.numerics
+    ]
+    for rewrite in admitted:
+        opened = [further for further in admitted if further.option in rewrite.opens]
         try:
-            state = improve(state, rewrite, decided)
+            state = improve(state, rewrite, decided, opened)
         except Exception as fault:
             if _strict():
                 raise

@@ -36,12 +36,14 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
 
     Candidates come with what became of them; copies behind the attention that went with
     them; copies that reach no attention op; and what writes an operand by moving elements.
+    A copy that was parted has an entry for each part.
     """
     entries = {node.name: entry for node, entry in _entries(state.facts, state.decisions).items()}
     for node in original.sources:
         if node.name in state.vanished:
             entries[node.name] = _vanished(node, original, state.vanished[node.name])
-    return tuple(entries[node.name] for node in original.nodes if node.name in entries)
+    names = [n for node in original.nodes for n in state.parts.get(node.name, (node.name,))]
+    return tuple(entries[name] for name in names if name in entries)
 
 
 def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:

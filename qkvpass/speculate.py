@@ -7,7 +7,7 @@ node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph
@@ -27,16 +27,20 @@ class State:
         graph: the user's graph, or a copy of it that was edited.
         facts: of the graph.
         decisions: on the graph.
+        names: of the nodes of the user's graph.
         notes: what was edited, one sentence each.
         vanished: copies that the edits themselves took out, by name, and how.
+        parts: names of the copies that stand for one of the user's, by its name.
         certified_only: whether tags without a certificate are trusted by the decisions.
     """
 
     graph: Graph
     facts: Facts
     decisions: Decisions
+    names: frozenset[str]
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     certified_only: bool = False
 
     @property
@@ -53,11 +57,13 @@ class Edited:
         note: what was done, for the report.
         pays: whether it led to removals, asked of the finished state.
         vanished: copies that the edit itself took out, by name, and how.
+        parts: names of the copies that now stand for one, by its name.
     """
 
     note: str
     pays: Callable[[State], bool]
     vanished: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 FAILED = Edited("", lambda state: False)  # the edit could not be made
@@ -72,29 +78,40 @@ class Rewrite:
         find: its sites in a state, by a stable name.
         edit: edits a copy of the state's graph at the sites named, and says what it did.
         numerics: the settings of ``Options.numerics`` that admit it.
+        opens: options of rewrites that may pay only behind this one, and it with them.
     """
 
     option: str
     find: Callable[[State], Iterable[str]]
     edit: Callable[[Graph, State, frozenset[str]], dict[str, Edited]]
     numerics: tuple[str, ...] = ("default", "bitwise")
+    opens: tuple[str, ...] = ()
 
 
-def improve(state: State, rewrite: Rewrite, decide: Decide) -> State:
-    """The state with a rewrite at those of its sites that pay, or as it was."""
+def improve(
+    state: State, rewrite: Rewrite, decide: Decide, opened: Sequence[Rewrite] = ()
+) -> State:
+    """The state with a rewrite, and those that it opens, at those of its sites that pay.
+
+    Without such a site it is the state as it was.
+    """
     sites = frozenset(rewrite.find(state))
     while sites:
-        graph = copy_of(state.graph)
+        graph = copy_of(state.graph, state.names)
         edited = rewrite.edit(graph, state, sites)
         facts = Facts(graph, state.facts.autograd)
         tried = State(
             graph,
             facts,
             decide(facts),
+            state.names,
             (*state.notes, *(e.note for e in edited.values())),
             {**state.vanished, **{k: v for e in edited.values() for k, v in e.vanished.items()}},
+            {**state.parts, **{k: v for e in edited.values() for k, v in e.parts.items()}},
             state.certified_only,
         )
+        for further in opened:
+            tried = improve(tried, further, decide)
         paying = frozenset(site for site, e in edited.items() if e.pays(tried))
         if paying == sites:
             return tried if state.removed <= tried.removed else state

@@ -68,8 +68,7 @@ def _is_merged(attention: Node, batch: Int, heads: Int) -> bool:
         return False
     if any(user.args[1] != 0 for user in attention.users):
         return False
-    given = bound_arguments(attention)
-    if given.get("dropout_p") or any(given.get(n) is not None for n in ("attn_mask", "attn_bias")):
+    if bound_arguments(attention).get("dropout_p"):
         return False
     values = [tensor_of(operand.value) for operand in operands(attention)]
     return len(values) == 3 and all(
@@ -108,6 +107,8 @@ def _split(attention: Node, split: tuple[Int, Int], editor: Editor) -> None:
     for value in dict.fromkeys(operand.value for operand in operands(attention)):
         tail = value.meta["val"].shape[2:]
         views[value] = editor.view(attention, value, [*split, *tail])
+    if (mask := _mask(attention)) is not None:
+        views[mask] = _split_mask(attention, mask, split, editor)
     args: Any
     kwargs: Any
     args, kwargs = map_arg((attention.args, attention.kwargs), lambda n: views.get(n, n))
@@ -119,6 +120,22 @@ def _split(attention: Node, split: tuple[Int, Int], editor: Editor) -> None:
             editor.redirect(list(same.users), same, value)
         editor.journal.dead.append(attention)
         editor.replace(output, editor.view(anchor, value, list(output.meta["val"].shape)))
+
+
+def _mask(attention: Node) -> Node | None:
+    """What is added to the scores, broadcast to (batch, heads, queries, keys)."""
+    given = bound_arguments(attention)
+    return next((given[n] for n in ("attn_mask", "attn_bias") if given.get(n) is not None), None)
+
+
+def _split_mask(attention: Node, mask: Node, split: tuple[Int, Int], editor: Editor) -> Node:
+    """The mask of the split op: one for all heads as it is, one for each head split like q."""
+    size = list(mask.meta["val"].shape)
+    if len(size) < 3 or all(known(s == 1) for s in size[:-2]):
+        return mask
+    if len(size) != 4 or not known(size[0] == 1) or not known(size[1] == split[0] * split[1]):
+        raise NotPossible(f"the mask of {attention.name} has sizes {size}")
+    return editor.view(attention, mask, [*split, *size[2:]])
 
 
 def _split_again(output: Node, value: Node, facts: Facts) -> list[Node]:

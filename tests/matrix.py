@@ -54,7 +54,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="2.N.M")
     parser.add_argument("--extra", default="test", help="extra of qkvpass to install")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-matrix")
-    parser.add_argument("pytest", nargs="*", help="for pytest, after --; by default the suite")
+    parser.add_argument(
+        "pytest", nargs="*", default=["-n", "2"], help="for pytest, after --; by default the suite"
+    )
     return parser.parse_args(arguments)
 
 
