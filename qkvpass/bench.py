@@ -269,9 +269,9 @@ def measure(
         outputs.clear()
         peaks = {name: _peak(call, device) for name, call in calls.items()}
         timed = {
-            name: _replayed(call) if settings.cuda_graphs else call for name, call in calls.items()
+            name: replayed(call) if settings.cuda_graphs else call for name, call in calls.items()
         }
-        times = _rounds(timed, settings, device, progress)
+        times = alternated(timed, settings, device, progress)
         known = {op["op"] for op in first.decisions["attention_ops"]}
         kernels = {}
         for done, (name, call) in enumerate(calls.items()):
@@ -286,7 +286,7 @@ def measure(
         attention=subject.attention,
         layers=subject.layers,
         facts=subject.facts,
-        where=_where(device),
+        where=where(device),
         settings=_plain(settings),
         variants=variants,
         ratios={
@@ -418,7 +418,8 @@ def _peak(call: Callable[[], Any], device: str) -> float | None:
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
 
 
-def _replayed(call: Callable[[], Any]) -> Callable[[], Any]:
+def replayed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call that replays a CUDA graph of ``call``, and returns the graph's own output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -436,9 +437,13 @@ def _replayed(call: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _rounds(
-    calls: dict[str, Callable[[], Any]], settings: Settings, device: str, progress: Progress
+def alternated(
+    calls: dict[str, Callable[[], Any]],
+    settings: Settings,
+    device: str,
+    progress: Progress = lambda what, done, total: None,
 ) -> dict[str, list[float]]:
+    """Milliseconds a call of each variant, one entry a round."""
     repeats = {}
     for name, call in calls.items():
         _sample(call, 1, device)
@@ -511,7 +516,8 @@ def ratio_of(one: Sequence[float], other: Sequence[float]) -> Ratio:
 _RESAMPLES = 2000
 
 
-def _where(device: str) -> dict[str, Any]:
+def where(device: str) -> dict[str, Any]:
+    """What a measurement was made on."""
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else _cpu_name(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ SHAPES: dict[str, Shape] = {
     "siglip-so400m": Shape("heads-first", 16, 72, 4304, 32, 729, 27),
     "siglip-b": Shape("heads-first", 12, 64, 3072, 8, 196, 12),
     "sam-vit-h": Shape("windows", 16, 80, 5120, 25, 196, 32),
+    "sam-vit-h-positions": Shape("positions", 16, 80, 5120, 25, 196, 32),
     "vit-h-518": Shape("mha", 16, 80, 5120, 8, 1370, 32),
     "vit-b-16": Shape("mha", 12, 64, 3072, 8, 197, 12),
     "clip-l-336": Shape("mha", 16, 64, 4096, 1, 577, 24),
@@ -247,6 +249,42 @@ class Windows(Batched):
         return tuple(t.view(batch, heads, tokens, dim) for t in parts)
 
 
+class Positions(Batched):
+    """SAM with its relative positions: they are added to the scores, and computed of a dense q."""
+
+    def __init__(self, shape: Shape, attend: Callable[..., Tensor] | None, copies: bool) -> None:
+        super().__init__(shape, attend, copies)
+        side = math.isqrt(shape.tokens)
+        self.rows = max(n for n in range(1, side + 1) if shape.tokens % n == 0)
+        self.columns = shape.tokens // self.rows
+        self.by_row = nn.Parameter(torch.randn(self.rows, self.rows, shape.dim) / shape.dim)
+        self.by_column = nn.Parameter(
+            torch.randn(self.columns, self.columns, shape.dim) / shape.dim
+        )
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        heads, dim = self.shape.heads, self.shape.dim
+        packed = self.qkv(x).view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)
+        if self.copies:
+            q, k, v = packed.reshape(3, batch * heads, tokens, dim).unbind(0)
+            k, v = (t.view(batch, heads, tokens, dim) for t in (k, v))
+        else:
+            q, k, v = packed.unbind(0)
+            q = q.reshape(batch * heads, tokens, dim)
+        mask = self.mask(q).view(batch, heads, tokens, tokens)
+        q = q.view(batch, heads, tokens, dim)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(attended.transpose(1, 2).reshape(x.shape))
+
+    def mask(self, q: Tensor) -> Tensor:
+        """What is added to the scores, of shape (batch and heads, tokens, tokens)."""
+        grid = q.view(-1, self.rows, self.columns, q.shape[-1])
+        rows = torch.einsum("bhwc,hkc->bhwk", grid, self.by_row)
+        columns = torch.einsum("bhwc,wkc->bhwk", grid, self.by_column)
+        return (rows[..., :, None] + columns[..., None, :]).reshape(-1, q.shape[1], q.shape[1])
+
+
 class Prefix(Batched):
     """DINOv3: the prefix tokens skip rope by a ``cat``, which decides the output's layout."""
 
@@ -287,11 +325,13 @@ class Multihead(nn.Module):
 
 
 # The attention modules, and how many dense copies of (tokens, width) the model's own code makes
-# around each attention call, the one behind it included where a kernel's output follows q.
+# around each attention call and need not make, the one behind it included where a kernel's output
+# follows q.
 FAMILIES: dict[str, tuple[type[nn.Module], int]] = {
     "packed": (Packed, 3),
     "heads-first": (HeadsFirst, 4),
     "windows": (Windows, 4),
+    "positions": (Positions, 2),
     "mha": (Multihead, 3),
     "mha-sequence-first": (Multihead, 3),
     "prefix": (Prefix, 1),

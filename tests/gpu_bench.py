@@ -78,6 +78,7 @@ JOBS: list[Job] = [
     job("siglip-so400m", "flash"),
     job("vit-b-16", "sdpa", "b256", batch=256, layers=4),
     job("sam-vit-h", "flash"),
+    job("sam-vit-h-positions", "efficient"),
     job("openclip-bigg", "flash"),
     job("dinov3-l", "sdpa", layers=4),
     job("mlcd-bigg", "sdpa", layers=4),
@@ -108,6 +109,8 @@ JOBS: list[Job] = [
     job("internvit-6b", "fa4"),
     job("qwen2.5-vl-full", "flash"),
     *scaling("flash", (256, 1024, 4096, 16384, 65536, 131072)),
+    *scaling("fa4", (256, 1024, 4096, 16384, 65536)),
+    *scaling("triton", (256, 1024, 4096, 16384)),
     *scaling("fa3", (512, 2048, 8192, 32768)),
 ]
 
