@@ -4,6 +4,7 @@ from .backend import backend, configured, explain, inductor_options
 from .certificate import Certificate
 from .certify import certify
 from .exported import rewrite
+from .gain import Slower
 from .graph_pass import Options, StridedQKVPass, capture
 from .layout import StrideContract
 from .reason import Reason
@@ -29,6 +30,7 @@ __all__ = [
     "Reason",
     "Report",
     "Site",
+    "Slower",
     "StrideContract",
     "StrideTag",
     "StridedQKVPass",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .gain import Slower
 from .known_inputs import EFFICIENT_OFFSET
 from .layout import StrideContract, known
 
@@ -47,6 +48,8 @@ class BuiltinOp:
         contract: admitted layouts (tagged rows).
         when: condition on the call site; returns why the tag does not hold, or None.
         backward_of: name of the forward op.
+        slower: calls that were measured to lose by reading strides. None was: on an H200 each
+            kernel gained at every size tried (docs/measured/gain-h200.json).
         known_as: what serving engines call the backend that ends in this op.
     """
 
@@ -57,6 +60,7 @@ class BuiltinOp:
     contract: StrideContract = FLASH
     when: Callable[[Site], str | None] | None = None
     backward_of: str | None = None
+    slower: tuple[Slower, ...] = ()
     known_as: tuple[str, ...] = ()
 
 

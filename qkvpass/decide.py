@@ -133,7 +133,7 @@ class _Chooser:
             return False
         if self.target != "inductor":
             return True
-        verdict = policy.producer_verdict(candidate, self.facts)
+        verdict = policy.producer_verdict(candidate, self.facts) or policy.slower_verdict(candidate)
         if verdict is not None:
             # What the rule forbids is said first: it holds whoever runs the graph.
             self._keep([candidate], *(self._try([candidate])[1] or verdict))

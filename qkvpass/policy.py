@@ -1,7 +1,8 @@
 """Whether a legal removal pays. Stated here and nowhere else.
 
 Under Inductor a view of a pointwise result is no view: the producer is inlined into each
-operand and writes it again, gaps included. And a view keeps the whole packed buffer alive.
+operand and writes it again, gaps included. And a view keeps the whole packed buffer alive. A kernel
+that was measured to lose by reading strides keeps its copies.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from . import tags, triton_tags
+from .evidence import arch_of
+from .gain import Slower
 from .layout import Int, known
-from .match import MATMULS, Candidate, Facts, is_attention, nbytes, target_name
+from .match import (
+    MATMULS,
+    Candidate,
+    Facts,
+    Operand,
+    called_op,
+    is_attention,
+    nbytes,
+    target_name,
+)
 from .reason import Reason
 from .safety import Overlay, is_pointwise
 from .views import is_view
@@ -62,6 +75,24 @@ def producer_verdict(candidate: Candidate, facts: Facts) -> Verdict | None:
         f"{root.name} ({target_name(root)}) is no buffer: Inductor would inline it and write each "
         f"part again, gaps included",
     )
+
+
+def slower_verdict(candidate: Candidate) -> Verdict | None:
+    """``no-gain`` where an op was measured to lose more by strides than the copy costs."""
+    for sink in candidate.sinks:
+        value = sink.value.meta["val"]
+        arch, size = arch_of(value.device), (hint(value.shape[-1]), hint(nbytes(value)))
+        for slower in _slower(sink):
+            if slower.covers(arch, *size):
+                return Reason.NO_GAIN, f"{sink.node.name} reads strides slower: {slower.measured}"
+    return None
+
+
+def _slower(sink: Operand) -> tuple[Slower, ...]:
+    if told := triton_tags.tags_of(sink.node):
+        return tuple(s for tag in told if tag.operand == sink.name for s in tag.slower)
+    tag = tags.lookup(called_op(sink.node))
+    return tag.slower if tag is not None else ()
 
 
 def _parts(copy: Node, facts: Facts) -> list[Node]:

@@ -25,6 +25,7 @@ import torch
 from . import evidence
 from .builtin_ops import BUILTIN_OPS
 from .certificate import Certificate
+from .gain import Slower
 from .layout import Int, StrideContract, known, product
 
 OpName: TypeAlias = "str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Any"
@@ -86,6 +87,7 @@ class StrideTag:
         contract: the layouts that are admitted.
         when: returns None where the tag holds, else the reason why not.
         backward_of: the forward op, where this one is a backward.
+        slower: calls that lose by reading strides; there, copies stay under Inductor.
         status: on what the tag rests.
         evidence: the certificate or the source fact.
         by: who tagged it: ``"built-in"``, ``"user"`` or ``"PyTorch tag"``.
@@ -97,6 +99,7 @@ class StrideTag:
     contract: StrideContract = StrideContract()
     when: Condition | None = None
     backward_of: str | None = None
+    slower: tuple[Slower, ...] = ()
     status: Status = Status.DECLARED
     evidence: str = ""
     by: str = "user"
@@ -166,6 +169,7 @@ def builtin_tags() -> tuple[StrideTag, ...]:
             contract=op.contract,
             when=op.when,
             backward_of=op.backward_of,
+            slower=op.slower,
             status=Status(op.status),
             evidence=op.fact,
             by="built-in",
@@ -205,6 +209,7 @@ def register_stride_tag(
     contract: StrideContract | None = None,
     when: Condition | None = None,
     backward_of: str | None = None,
+    slower: Sequence[Slower] = (),
     version: str | None = None,
 ) -> StrideTag:
     """State that ``op`` reads ``operands`` by explicit stride, within ``contract``.
@@ -218,6 +223,7 @@ def register_stride_tag(
             stride of 1, and keeps the copy where the output's layout would change.
         when: called with a :class:`Site`; None means the tag holds, a string is why not.
         backward_of: name of the forward op, for a backward.
+        slower: calls that were measured to lose by reading strides; there, copies stay.
         version: stands for ``when`` in cache keys where it is a lambda or a closure;
             without it such a tag makes compiles go uncached.
 
@@ -244,6 +250,7 @@ def register_stride_tag(
         contract=contract or StrideContract(),
         when=when,
         backward_of=backward_of,
+        slower=tuple(slower),
         evidence="registered by the user",
         version=version,
     )

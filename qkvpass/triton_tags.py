@@ -7,7 +7,7 @@ which operand; a copy in front may then go, and the constants change with the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .compat import add_triton_constants, triton_constants, triton_kernel
+from .gain import Slower
 from .layout import Int, Layout, Pointer, StrideContract, known
 from .reason import Reason
 
@@ -30,12 +31,14 @@ class TritonTag:
         operand: name of the pointer argument.
         strides: dim of the tensor to the argument that holds its stride, in elements.
         contract: admitted layouts.
+        slower: calls that lose by reading strides; there, copies stay under Inductor.
     """
 
     kernel: str
     operand: str
     strides: tuple[tuple[int, str], ...]
     contract: StrideContract
+    slower: tuple[Slower, ...] = ()
 
 
 _tags: dict[tuple[str, str], TritonTag] = {}
@@ -47,6 +50,7 @@ def register_triton_stride_tag(
     operand: str,
     strides: Mapping[int, str],
     contract: StrideContract | None = None,
+    slower: Sequence[Slower] = (),
 ) -> TritonTag:
     """State which arguments of a Triton kernel are the strides of one of its operands.
 
@@ -58,6 +62,7 @@ def register_triton_stride_tag(
             for 1.
         contract: admitted layouts; the default asks for 16-byte alignment, which a Triton
             kernel does not need, but under which it was compiled.
+        slower: calls that were measured to lose by reading strides; there, copies stay.
 
     Raises:
         ValueError: if the kernel has no such arguments.
@@ -69,7 +74,11 @@ def register_triton_stride_tag(
             f"{_name(kernel)} has no argument {missing[0]!r}; it has {', '.join(names)}"
         )
     tag = TritonTag(
-        _name(kernel), operand, tuple(sorted(strides.items())), contract or StrideContract()
+        _name(kernel),
+        operand,
+        tuple(sorted(strides.items())),
+        contract or StrideContract(),
+        tuple(slower),
     )
     _tags[tag.kernel, operand] = tag
     return tag
