@@ -50,6 +50,7 @@ REWRITES = (
     split_heads.REWRITE,
     row_order.REWRITE,
     token_major.REWRITE,
+    token_major.MATES,
 )
 
 Listener: TypeAlias = Callable[[Report], None]

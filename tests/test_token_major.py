@@ -18,6 +18,7 @@ from torch._inductor.utils import run_and_get_code
 import qkvpass
 
 aten = torch.ops.aten
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Normed(families.Base):
@@ -40,6 +41,25 @@ class ScaledCat(families.Base):
         q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
         q = torch.cat((q[:, :, :1], q[:, :, 1:] * 2), 2) * 0.5
         return self.out(merged(F.scaled_dot_product_attention(q, k, v)))
+
+
+class CatOfKey(families.Base):
+    """Only k is written by a cat."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        k = torch.cat((k[:, :, :1], k[:, :, 1:] * 2), 2)
+        return self.out(merged(F.scaled_dot_product_attention(q, k, v)))
+
+
+class KeyReadTwice(families.Base):
+    """A kernel that nobody tagged takes k for dense."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        q, k = (torch.cat((t[:, :, :1], t[:, :, 1:] * 2), 2) for t in (q, k))
+        read = torch.ops.standin.rotary(k)
+        return self.out(merged(F.scaled_dot_product_attention(q, k, v))), read
 
 
 def x(batch: int = 2) -> Tensor:
@@ -107,6 +127,28 @@ class Own(families.Base):
 
 
 FAKE = qkvpass.StrideContract(output="fake")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_cat_of_k_is_turned_with_that_of_q(dynamic: bool) -> None:
+    outcome = standins.decide(F9(), x(), dynamic=dynamic)
+    (attention,) = standins.nodes_of(outcome.after, SDPA)
+    q, k = (operand.meta["val"] for operand in attention.args[:2])
+    assert q.stride() == k.stride() and q.stride(1) < q.stride(2)
+    assert sum("in which q is written" in note for note in outcome.report.notes) == 1
+
+
+def test_the_cat_of_k_stays_where_that_of_q_does() -> None:
+    """k's cat is turned for the sake of q's, whose turning took a copy out; never alone."""
+    outcome = standins.decide(CatOfKey(), x())
+    assert str(outcome.before.graph) == str(outcome.after.graph)
+
+
+def test_the_cat_of_k_stays_where_somebody_reads_it_as_it_lies() -> None:
+    tag("aware")
+    outcome = standins.decide(KeyReadTwice(), x())
+    assert relaid(outcome)
+    assert not any("in which q is written" in note for note in outcome.report.notes)
 
 
 def test_the_kernel_receives_q_token_major() -> None:
