@@ -553,7 +553,7 @@ def sentence(result: Result) -> str:
         if not result.decisions["removed"]:
             facts.append("although no copy went: other compiles differ by as much")
         return ", ".join(fact for fact in facts if fact)
-    if high < 0:
+    if high < 0 and result.decisions["removed"]:
         return f"slower than stock by {_ms(-stock * saved / 100)} ({spread}): {why_not(result)}"
     return f"gains nothing that can be told from noise ({spread}): {why_not(result)}"
 

@@ -1,7 +1,7 @@
 """Where an op was measured to lose by reading strided operands: data on its tag.
 
-The rule says what is right; this says what pays. Kernels read strided rows as fast as dense ones, as
-a rule, and then a copy can only cost; where one does not, its tag says so with the measurement.
+The rule says what is right; this says what pays. Most kernels read strided rows as fast as dense
+ones, and then a copy can only cost. Where one does not, its tag says so, with the measurement.
 """
 
 from __future__ import annotations

@@ -134,9 +134,10 @@ def _mates(state: State) -> dict[str, tuple[int, ...]]:
     """The order of q's cat, by the name of a cat beside it; q's is none that the user wrote."""
     facts, found = state.facts, {}
     for attention in facts.attention:
-        q, *others = [operand.value for operand in operands(attention)] or [None]
-        if q is None or is_hop(attention):
+        values = [operand.value for operand in operands(attention)]
+        if not values or is_hop(attention):
             continue
+        q, *others = values
         written = state.decisions.overlay.root_of(q, facts)
         if written.target is not aten.cat.default or written.name in state.names:
             continue
@@ -166,7 +167,7 @@ def edit_mates(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, E
             edited[name] = FAILED
             continue
         note = f"{name} writes in the order in which q is written"
-        edited[name] = Edited(note, lambda after, dense=dense: dense in after.removed)
+        edited[name] = Edited(note, _pays(dense))
     editor.journal.commit()
     return edited
 
@@ -200,9 +201,9 @@ def _relaid(value: Node, order: list[int], anchor: Node, editor: Editor) -> Node
     return written
 
 
-def _pays(dense: str, copy: str) -> Callable[[State], bool]:
-    """Whether q is read as it is written, and the copy behind the attention is gone."""
-    return lambda after: {dense, copy} <= after.removed
+def _pays(*copies: str) -> Callable[[State], bool]:
+    """Whether copies are gone: that of what was turned, and for q the one behind the attention."""
+    return lambda after: after.removed.issuperset(copies)
 
 
 REWRITE = Rewrite("relay_q", find, edit)

@@ -152,22 +152,22 @@ def _kernels(gain: dict[str, Any]) -> str:
         ratio, low, high = cell["copies and dense / strided"]
         said = f"{ratio:.3f}" if low > 1 else f"**{ratio:.3f}**" if high < 1 else f"*{ratio:.3f}*"
         row[cell["sequences"], cell["tokens"] // cell["sequences"]] = said
-    titles = ["attention", "heads", *(f"{count} × {longest}" for count, longest in shapes)]
+    titles = ["attention", "heads", *(f"{count} of {longest}" for count, longest in shapes)]
     rows = [
         [attention, f"{heads} of {dim}", *(row.get(shape, "") for shape in shapes)]
         for (attention, heads, dim), row in found.items()
     ]
     slowest = max(c["strided / dense"][0] for c in gain["cells"] if c["us"]["dense"] > 100)
+    same = sum(cell["same_bits"] for cell in gain["cells"])
     said = (
-        "Three copies by Inductor and the kernel on what they wrote, over the same kernel on strided "
-        "views, in a replayed CUDA graph: no matmul around it, no launches. By sequences and tokens "
-        "in each; bold where strides lose, slanting where the 95 % interval touches 1. "
-        f"{_place(gain['where'])}. Bits were equal in "
-        f"{sum(c['same_bits'] for c in gain['cells'])} of {len(gain['cells'])}. Of kernels over "
-        f"100 µs, none takes more than {(slowest - 1) * 100:.1f} % longer on strided operands. Where "
-        "one loses more than copies cost, its tag says so (`slower=`), and its copies stay: the "
-        "example's Triton kernel at head size 72. Measured by `tests/gpu_gain.py`; with intervals in "
-        "[gain-h200.json](measured/gain-h200.json)."
+        "Three copies by Inductor and the kernel on what they wrote, over the same kernel on "
+        "strided views, in a replayed CUDA graph: no matmul around it, no launches. By sequences "
+        "and tokens in each; bold where strides lose, slanting where the 95 % interval touches 1. "
+        f"{_place(gain['where'])}. Bits were equal in {same} of {len(gain['cells'])} cells. Of "
+        f"kernels over 100 µs, none takes more than {(slowest - 1) * 100:.1f} % longer on strided "
+        "operands. Where one loses more than copies cost, its tag says so (`slower=`), and its "
+        "copies stay: the example's Triton kernel at head size 72. Measured by "
+        "`tests/gpu_gain.py`; with intervals in [gain-h200.json](measured/gain-h200.json)."
     )
     return f"## Kernels alone\n\n{said}\n\n{_markdown(titles, rows)}"
 
