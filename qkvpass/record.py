@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
     for node in original.sources:
         if node.name in state.vanished:
             entries[node.name] = _vanished(node, original, state.vanished[node.name])
+    here = {node.name for node in state.facts.nodes}
+    for node, entry in _moved_operands(original):
+        if node.name not in here:  # a rewrite has another in its place, which moves the same
+            entries[node.name] = entry
     names = [n for node in original.nodes for n in state.parts.get(node.name, (node.name,))]
     return tuple(entries[name] for name in names if name in entries)
 
@@ -50,16 +55,28 @@ def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:
     """A copy that a rewrite took out."""
     inlined = not policy.is_materialised(facts.root[facts.sources[node]])
     behind = _attention_in_front(node, facts)
+    folded = inlined or policy.is_folded(node)
+    # The attention op is named as the finished graph has it, which may have made it anew.
+    return _entry(node, Reason.REMOVED, how, behind, folded=folded, attention="")
+
+
+def _entry(
+    node: Node, reason: Reason, detail: str, attention_op: Node | None, **more: Any
+) -> CopyDecision:
+    """An entry, with what every entry says of its copy and its attention op."""
+    about = {
+        "op": attention_name(attention_op) if attention_op is not None else "",
+        "attention": attention_op.name if attention_op is not None else "",
+        "operand": "",
+    }
     return CopyDecision(
         node=node.name,
-        kind=_kind(node),
-        op=attention_name(behind) if behind is not None else "",
-        operand="",
-        reason=Reason.REMOVED,
-        detail=how,
+        kind=target_name(node).replace("::", "."),
+        reason=reason,
+        detail=detail,
         nbytes=_traffic(node),
         source=source_line(node),
-        folded=inlined or policy.is_folded(node),
+        **{**about, **more},
     )
 
 
@@ -110,7 +127,10 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
             "its input already has the layout that it was to make",
         )
     elif node in decisions.overlay.removed:
-        reason, detail = Reason.REMOVED, f"{site.name} reads {_where(candidate, site)} by stride"
+        reason, detail = (
+            Reason.REMOVED,
+            f"{site.name} reads {' and '.join(_names(candidate, site))} by stride",
+        )
     else:
         reason, detail = decisions.kept.get(
             node, (Reason.NO_GAIN, "not tried: the limit on removals was reached")
@@ -118,40 +138,28 @@ def _candidate(candidate: Candidate, facts: Facts, decisions: Decisions) -> Copy
     inlined = reason.removed and decisions.target == "inductor"
     fused = policy.fused_copy(candidate, facts) if inlined else ""
     detail = fused or detail
-    return CopyDecision(
-        node=node.name,
-        kind=_kind(node),
-        op=attention_name(site),
-        operand=", ".join(dict.fromkeys(s.name for s in candidate.sinks if s.node is site)),
-        reason=reason,
-        detail=detail,
-        nbytes=_traffic(node),
-        source=source_line(node),
+    return _entry(
+        node,
+        reason,
+        detail,
+        site,
+        operand=", ".join(_names(candidate, site)),
         evidence=f"{status}: {evidence}" if reason.removed and capable else "",
         folded=bool(fused),
-        attention=site.name,
     )
 
 
-def _where(candidate: Candidate, site: Node) -> str:
-    return " and ".join(dict.fromkeys(s.name for s in candidate.sinks if s.node is site))
+def _names(candidate: Candidate, site: Node) -> list[str]:
+    """The operands of an attention op that a copy feeds."""
+    return list(dict.fromkeys(s.name for s in candidate.sinks if s.node is site))
 
 
 def _cascaded(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
     behind = _attention_in_front(node, facts)
     why = f" once {behind.name} writes token-major" if behind is not None else ""
-    return CopyDecision(
-        node=node.name,
-        kind=_kind(node),
-        op=attention_name(behind) if behind is not None else "",
-        operand="",
-        reason=Reason.REMOVED_CASCADE,
-        detail=f"its input already has the layout that it was to make{why}",
-        nbytes=_traffic(node),
-        source=source_line(node),
-        folded=decisions.target == "inductor" and policy.is_folded(node),
-        attention=behind.name if behind is not None else "",
-    )
+    detail = f"its input already has the layout that it was to make{why}"
+    folded = decisions.target == "inductor" and policy.is_folded(node)
+    return _entry(node, Reason.REMOVED_CASCADE, detail, behind, folded=folded)
 
 
 def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
@@ -167,17 +175,7 @@ def _bystander(node: Node, facts: Facts, decisions: Decisions) -> CopyDecision:
         # A graph that was cut around its attention ops, as serving engines do.
         reason = Reason.GRAPH_OUTPUT
         detail = f"{node.name} leaves the graph, which has no attention op"
-    return CopyDecision(
-        node=node.name,
-        kind=_kind(node),
-        op=attention_name(behind) if behind is not None else "",
-        operand="",
-        reason=reason,
-        detail=detail,
-        nbytes=_traffic(node),
-        source=source_line(node),
-        attention=behind.name if behind is not None else "",
-    )
+    return _entry(node, reason, detail, behind)
 
 
 def _needless(node: Node, facts: Facts) -> tuple[Reason, str]:
@@ -218,24 +216,11 @@ def _moved_operands(facts: Facts) -> list[tuple[Node, CopyDecision]]:
             root = facts.root[operand.value]
             if root.target not in MOVES or not isinstance(root.meta.get("val"), Tensor):
                 continue
-            entry = CopyDecision(
-                node=root.name,
-                kind=_kind(root),
-                op=attention_name(attention),
-                operand=operand.name,
-                reason=Reason.NOT_A_LAYOUT_COPY,
-                detail=f"{root.name} ({target_name(root)}) makes new values, "
-                "not another layout of old ones",
-                nbytes=_traffic(root),
-                source=source_line(root),
-                attention=attention.name,
-            )
+            made = f"{root.name} ({target_name(root)}) makes new values"
+            why = f"{made}, not another layout of old ones"
+            entry = _entry(root, Reason.NOT_A_LAYOUT_COPY, why, attention, operand=operand.name)
             found.append((root, entry))
     return found
-
-
-def _kind(node: Node) -> str:
-    return target_name(node).replace("::", ".")
 
 
 def _traffic(node: Node) -> int | str:

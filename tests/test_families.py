@@ -14,7 +14,7 @@ from torch import nn
 # one that reaches no attention operand.
 GONE = {"q": "removed", "k": "removed", "v": "removed"}
 # The cat that writes q writes it token-major, so that the output is, and its copy goes.
-RELAID = {"k": "not-a-layout-copy", "": "removed-cascade"}
+RELAID = dict.fromkeys("qk", "not-a-layout-copy") | {"": "removed-cascade"}
 EXPECTED: dict[str, dict[str, str]] = {
     "F0": {},
     "F1": GONE,
