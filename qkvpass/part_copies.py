@@ -61,9 +61,10 @@ def _site(copy: Node, facts: Facts) -> Site | None:
     if facts.writer_of(copy) is not None or facts.borders(copy) is not None:
         return None
     dim = next((i for i, size in enumerate(source.shape) if not known(size == 1)), None)
-    if dim is None or not isinstance(source.shape[dim], int) or source.shape[dim] > _MOST_PARTS:
+    count = None if dim is None else source.shape[dim]
+    if dim is None or not isinstance(count, int) or not 1 < count <= _MOST_PARTS:
         return None
-    parts = _parts(copy, source.shape[dim], facts)
+    parts = _parts(copy, count, facts)
     return Site(copy, dim, tuple(parts)) if parts else None
 
 

@@ -173,6 +173,19 @@ def test_no_part_of_a_batch() -> None:
     assert not parted(outcome)
 
 
+def test_nothing_to_part() -> None:
+    """No batch, so that a copy's first dim has no size."""
+
+    def model(x: Tensor) -> Tensor:
+        parts = (t.unflatten(-1, (HEADS, HEAD_DIM)).mT for t in x.chunk(3, -1))
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in parts)
+        return torch.ops.standin.aware(q, k, v)
+
+    tag("aware")
+    outcome = standins.decide(model, torch.randn(0, TOKENS, 3 * DIM))
+    assert not parted(outcome)
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -6,10 +6,12 @@ agree. What goes and what stays is what the accepted results say.
 
 from __future__ import annotations
 
+import platform
 import random
 
 import pytest
 import run_zoo
+import torch
 import zoo
 
 KEYS = [
@@ -38,8 +40,11 @@ def test_encoder(key: str) -> None:
         pytest.skip(str(error))
     assert not run_zoo.faults(row, "ran", found), seed
     expected = run_zoo.found_in(run_zoo.load(zoo.EXPECTED)[key])
-    if row.family == "F14" and found.attention != expected.attention:
-        pytest.skip("Inductor of this torch makes no SDPA of it")
+    here = ".".join(platform.python_version_tuple()[:2]), ".".join(torch.__version__.split(".")[:2])
+    if found.attention != expected.attention and here != zoo.ACCEPTED_ON:
+        pytest.skip(
+            "Dynamo breaks, or Inductor fuses, another graph of it on this Python and torch"
+        )
     assert run_zoo.outcome("ran", found) == run_zoo.outcome("ran", expected)
 
 
