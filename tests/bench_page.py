@@ -48,6 +48,10 @@ one run of `qkvpass bench`, most of them by `tests/gpu_bench.py`.
 """
 
 
+ENCODERS, GRAPHS = "Encoders", "Small batches under CUDA graphs"
+CURVE, CPU = "By number of tokens", "On a CPU"
+
+
 def load(folder: Path) -> list[Result]:
     return [Result.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
@@ -67,25 +71,39 @@ def page(
         plots: picture by title.
     """
     parts = [INTRO]
-    graphs = [r for r in results if r.settings["cuda_graphs"]]
-    curve = [r for r in results if is_of_curve(r)]
-    rest = [r for r in results if r not in graphs and r not in curve]
-    for title, some in (
-        ("Encoders", rest),
-        ("Small batches under CUDA graphs", graphs),
-        ("By number of tokens", curve),
-    ):
+    groups = grouped(results)
+    for title, some in groups.items():
         if some:
             parts.append(f"## {title}\n\n{_where(some)}\n\n{_table(some)}")
             parts += [f"![{title}]({file})" for name, file in plots.items() if name == title]
     if gain:
         parts.append(_kernels(gain))
-    if rest:
-        lines = [f"- **{r.subject}, {r.attention}**: {r.sentence}" for r in rest + graphs]
-        parts.append("## In words\n\n" + "\n".join(lines))
+    told = [r for title, some in groups.items() if title != CURVE for r in some]
+    lines = [f"- **{r.subject}, {r.attention}{_on(r)}**: {r.sentence}" for r in told]
+    parts.append("## In words\n\n" + "\n".join(lines))
     if times:
         parts.append(_encoders(times))
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by the title of their table."""
+    groups: dict[str, list[Result]] = {title: [] for title in (ENCODERS, GRAPHS, CURVE, CPU)}
+    for result in results:
+        groups[_title(result)].append(result)
+    return groups
+
+
+def _title(result: Result) -> str:
+    if result.where["arch"] == "cpu":
+        return CPU
+    if result.settings["cuda_graphs"]:
+        return GRAPHS
+    return CURVE if is_of_curve(result) else ENCODERS
+
+
+def _on(result: Result) -> str:
+    return ", on a CPU" if _title(result) == CPU else ""
 
 
 def is_of_curve(result: Result) -> bool:
@@ -100,7 +118,7 @@ def _where(results: Sequence[Result]) -> str:
 
 
 def _place(where: dict[str, Any]) -> str:
-    facts = ("device", "torch", "cudnn", "date")
+    facts = ["device", "torch", *(["cudnn"] if where["arch"] != "cpu" else []), "date"]
     return ", ".join(f"{'' if k in ('device', 'date') else k + ' '}{where[k]}" for k in facts)
 
 
@@ -208,11 +226,7 @@ def make(docs: Path, draw_plots: bool = True) -> str:
     results = load(docs / "measured" / "bench")
     times = _json(docs / "measured" / "h200-times.json")
     gain = _json(docs / "measured" / "gain-h200.json")
-    groups = {
-        "By number of tokens": [r for r in results if is_of_curve(r)],
-        "Encoders": [r for r in results if not is_of_curve(r) and not r.settings["cuda_graphs"]],
-        "Small batches under CUDA graphs": [r for r in results if r.settings["cuda_graphs"]],
-    }
+    groups = grouped(results)
     plots = {
         title: f"plots/{title.lower().replace(' ', '-')}.png"
         for title, some in groups.items()
