@@ -481,6 +481,8 @@ def saved_bytes(published: zoo.Published, found: Found) -> int:
 
 
 def _stays(found: Found) -> str:
+    if not found.attention and not found.stays:
+        return "no attention op in its graphs"
     return "; ".join(f"{count}x {what}" for what, count in found.stays.items())
 
 

@@ -93,6 +93,22 @@ def test_the_docs_page_says_what_was_measured(result, tmp_path):
     assert "CUDA graphs" in bench_page.make(tmp_path, draw_plots=False)
 
 
+def test_the_readme_says_what_was_measured():
+    """Each row of its table is one measurement: both times, and both ratios."""
+    measured = set()
+    for result in bench_page.load(bench_page.DOCS / "measured" / "bench"):
+        times = (result.variants[name].median_ms for name in ("stock", "qkvpass"))
+        ratios = (result.ratios.get(n) for n in ("stock / qkvpass", "qkvpass / hand"))
+        numbers = [*(f"{t:.2f} ms" for t in times), *(f"{r.ratio:.3f}" for r in ratios if r)]
+        measured.add(tuple(numbers))
+    text = (bench_page.DOCS.parent / "README.md").read_text()
+    _, _, table = text.partition("| qkvpass / hand edit |")
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    assert len(rows) > 5
+    for name, *numbers in rows:
+        assert tuple(numbers) in measured, name
+
+
 def test_the_committed_page_is_what_the_measurements_say():
     committed = bench_page.DOCS / "benchmarks.md"
     assert committed.read_text() == bench_page.make(bench_page.DOCS, draw_plots=False)
