@@ -80,8 +80,10 @@ def side_by_side(report: Report) -> Iterator[Row]:
     marks: dict[int, tuple[int, CopyDecision]] = {}
     for place, line in enumerate(before):
         name = _ASSIGNED.match(line)
-        if waiting and name and name[1] == waiting[0][1].node:
+        if waiting and name and name[1] == _line_of(waiting[0][1]):
             marks[place] = waiting.pop(0)
+            while waiting and _are_parts(marks[place][1], waiting[0][1]):
+                waiting.pop(0)
     matcher = difflib.SequenceMatcher(None, _keys(before), _keys(after), autojunk=False)
     for tag, left, left_end, right, right_end in matcher.get_opcodes():
         if tag == "equal":
@@ -100,6 +102,15 @@ def side_by_side(report: Report) -> Iterator[Row]:
                 number=number,
                 verdict="" if copy is None else "removed" if copy.removed else "kept",
             )
+
+
+def _line_of(copy: CopyDecision) -> str:
+    """The node whose line is marked: of a part, the copy that it is a part of."""
+    return copy.node.partition("[")[0]
+
+
+def _are_parts(one: CopyDecision, other: CopyDecision) -> bool:
+    return "[" in one.node and one.node != other.node and _line_of(one) == _line_of(other)
 
 
 def _keys(lines: Sequence[str]) -> list[str]:

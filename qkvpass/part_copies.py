@@ -110,7 +110,7 @@ def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]
             continue
         note = f"{copy.name} copies its {len(copies)} parts one by one"
         names = {index: part.name for index, part in copies.items()}
-        edited[copy.name] = Edited(note, _pays(names), parts={copy.name: tuple(names.values())})
+        edited[copy.name] = Edited(note, _pays(names), parts={copy.name: names})
     editor.journal.commit()
     return edited
 

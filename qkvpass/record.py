@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,8 +49,18 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
     for node, entry in _moved_operands(original):
         if node.name not in here:  # a rewrite has another in its place, which moves the same
             entries[node.name] = entry
-    names = [n for node in original.nodes for n in state.parts.get(node.name, (node.name,))]
-    return tuple(entries[name] for name in names if name in entries)
+    return tuple(_in_order(original, entries, state))
+
+
+def _in_order(
+    original: Facts, entries: dict[str, CopyDecision], state: State
+) -> Iterator[CopyDecision]:
+    for node in original.nodes:
+        if node.name in entries:
+            yield entries[node.name]
+        for index, part in state.parts.get(node.name, {}).items():
+            if part in entries:
+                yield replace(entries[part], node=f"{node.name}[{index}]")
 
 
 def _vanished(node: Node, facts: Facts, how: str) -> CopyDecision:

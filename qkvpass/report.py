@@ -36,7 +36,8 @@ class CopyDecision:
     """What became of one copy.
 
     Args:
-        node: the copy's name in the graph before the pass.
+        node: the copy's name in the graph before the pass; ``clone[1]`` is a part of one that
+            was copied part by part.
         kind: the op that copies, as in ``"aten.clone"``.
         op: the attention op that the copy reaches, ``""`` if none.
         operand: its operand, ``"q"``, or ``"q, k"`` for a copy they share; ``""`` if none.

@@ -30,7 +30,7 @@ class State:
         names: of the nodes of the user's graph.
         notes: what was edited, one sentence each.
         vanished: copies that the edits themselves took out, by name, and how.
-        parts: names of the copies that stand for one of the user's, by its name.
+        parts: names of the copies that stand for one of the user's, by its name and by index.
         certified_only: whether tags without a certificate are trusted by the decisions.
     """
 
@@ -40,7 +40,7 @@ class State:
     names: frozenset[str]
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     certified_only: bool = False
 
     @property
@@ -57,13 +57,13 @@ class Edited:
         note: what was done, for the report.
         pays: whether it led to removals, asked of the finished state.
         vanished: copies that the edit itself took out, by name, and how.
-        parts: names of the copies that now stand for one, by its name.
+        parts: names of the copies that now stand for one, by its name and by index.
     """
 
     note: str
     pays: Callable[[State], bool]
     vanished: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 FAILED = Edited("", lambda state: False)  # the edit could not be made

@@ -246,7 +246,9 @@ def test_cuda_graphs(family: type[nn.Module], mode: str) -> None:
                 outputs[backend].append(compiled(x).clone())
         kernels[backend] = metrics.generated_kernel_count
         assert not counters["inductor"]["cudagraph_skips"]
-    standins.assert_same(outputs[qkvpass.backend], outputs["inductor"])
+    # Two compiles may tune the same GEMM to two kernels.
+    alike = standins.assert_close if mode == "max-autotune" else standins.assert_same
+    alike(outputs[qkvpass.backend], outputs["inductor"])
     assert kernels[qkvpass.backend] < kernels["inductor"]
     assert any(c.removed and c.operand for report in reports for c in report.copies)
 

@@ -15,7 +15,7 @@ from standins import tag
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from qkvpass import editor
+from qkvpass import editor, html
 
 aten = torch.ops.aten
 SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -86,7 +86,18 @@ def test_the_report_counts_bytes_by_part() -> None:
     third = 2 * x().numel() * 4
     sizes = {copy.operand: copy.nbytes for copy in report.copies if copy.operand}
     assert sizes == {"query": third, "key": third, "value": third}
+    assert [copy.node for copy in report.copies if copy.operand] == [
+        f"clone[{i}]" for i in range(3)
+    ]
     assert report.removed_bytes == 2 * third
+
+
+def test_the_page_marks_the_copy_that_was_parted() -> None:
+    """And the copies behind it, which are marked in the order of the graph."""
+    report = standins.decide(Packed(), x()).report
+    marked = [row.before for row in html.side_by_side(report) if row.number]
+    assert len(marked) == len({copy.node.partition("[")[0] for copy in report.copies})
+    assert " clone: " in (marked[0] or "")
 
 
 class Kernel(Packed):
