@@ -1,6 +1,6 @@
 """The private names of torch that qkvpass cannot do without, all in one place.
 
-Tried on torch 2.11.0, 2.13.0 and 2.14.1.
+Tried on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -133,11 +133,42 @@ def _priors() -> Iterator[dict[str, Any]]:
     for variable, stack in contextvars.copy_context().items():  # torch 2.13 and later
         if variable.name.startswith("torch._inductor.config.ConfigPatch["):
             yield from stack
+        if variable.name.startswith("torch._inductor.config.ImplicationConfigPatch["):
+            yield from map(_put_back_by, stack)  # torch 2.15
     for patch in ContextDecorator.__subclasses__():  # torch 2.11: one class a patch
-        enter = patch.__enter__
-        cells = dict(zip(enter.__code__.co_freevars, enter.__closure__ or ()))
-        if "prior" in cells:
-            yield cells["prior"].cell_contents
+        if (prior := _enclosed(patch.__enter__).get("prior")) is not None:
+            yield prior
+
+
+def _put_back_by(revert: Any) -> dict[str, Any]:
+    """What the function that takes back a config patch will set again, by key."""
+    enclosed = _enclosed(revert)
+    keys = {
+        module._config[key].user_override: key
+        for module, key, _ in _enclosed(enclosed["invalidate"])["targets"]
+        if hasattr(module, "_config")
+    }
+    found: dict[str, Any] = {}
+    for _, callback in enclosed["undo"]._exit_callbacks:
+        setter = getattr(callback, "__wrapped__", None)
+        variable = getattr(setter, "__self__", None)
+        if isinstance(variable, contextvars.ContextVar) and variable in keys:
+            (value,) = _enclosed(callback)["args"]
+            found[keys[variable]] = value
+    return {key: None if _is_unset(value) else value for key, value in found.items()}
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a key of Inductor's config was not set; a slot's default is None."""
+    from torch.utils._config_module import _UNSET_SENTINEL
+
+    return value is _UNSET_SENTINEL
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def patches_of_mode(mode: str | None) -> dict[str, Any]:
