@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("2.11.0", "2.13.0", "2.14.1")
+TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+# Outcomes of a pair that this machine does not have; no fault of the suite's.
+NO_PYTHON, NO_TORCH = "no such Python here", "does not install"
 # What pytest counts in its last line that says how a run went.
 COUNTED = ("passed", "failed", "errors", "error", "skipped")
 
@@ -35,7 +37,7 @@ class Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if any suite failed or could not be run."""
+    """Print the table; 1 if any suite failed, or none could be run."""
     options = parsed(arguments)
     cells = []
     for python in options.python:
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"== Python {python}, torch {torch}: {outcome}", flush=True)
             cells.append(Cell(python, torch, outcome))
     print(table(cells, datetime.date.today()))
-    return 0 if all(succeeded(cell.outcome) for cell in cells) else 1
+    ran = [cell.outcome for cell in cells if cell.outcome not in (NO_PYTHON, NO_TORCH)]
+    return 0 if ran and all(map(succeeded, ran)) else 1
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,7 +67,7 @@ def run(python: str, torch: str, options: argparse.Namespace) -> str:
     """Make the environment of one cell if need be, and run pytest in it."""
     interpreter = find_python(python)
     if interpreter is None:
-        return "no such Python here"
+        return NO_PYTHON
     folder = options.folder / f"py{python}-torch{torch}"
     own = folder / "bin" / "python"
     if not own.exists():
@@ -72,7 +75,7 @@ def run(python: str, torch: str, options: argparse.Namespace) -> str:
     wanted = [f"torch=={torch}", "--editable", f"{ROOT}[{options.extra}]"]
     installed = subprocess.run([own, "-m", "pip", "install", "--quiet", *wanted])
     if installed.returncode:
-        return "does not install"
+        return NO_TORCH
     command = [own, "-m", "pytest", "-q", *options.pytest]
     process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(process.stdout)
