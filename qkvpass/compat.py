@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import functools
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,7 +136,7 @@ def _priors() -> Iterator[dict[str, Any]]:
         if variable.name.startswith("torch._inductor.config.ConfigPatch["):
             yield from stack
         if variable.name.startswith("torch._inductor.config.ImplicationConfigPatch["):
-            yield from map(_put_back_by, stack)  # torch 2.15
+            yield from filter(None, map(_put_back_by, stack))  # torch 2.15
     for patch in ContextDecorator.__subclasses__():  # torch 2.11: one class a patch
         if (prior := _enclosed(patch.__enter__).get("prior")) is not None:
             yield prior
@@ -143,19 +145,27 @@ def _priors() -> Iterator[dict[str, Any]]:
 def _put_back_by(revert: Any) -> dict[str, Any]:
     """What the function that takes back a config patch will set again, by key."""
     enclosed = _enclosed(revert)
+    invalidate, undo = enclosed.get("invalidate"), enclosed.get("undo")
+    if invalidate is None or undo is None:
+        _say_once("config patches of this torch are unknown: a pass that a slot held may not run")
+        return {}
     keys = {
         module._config[key].user_override: key
-        for module, key, _ in _enclosed(enclosed["invalidate"])["targets"]
+        for module, key, _ in _enclosed(invalidate).get("targets", ())
         if hasattr(module, "_config")
     }
     found: dict[str, Any] = {}
-    for _, callback in enclosed["undo"]._exit_callbacks:
+    for _, callback in undo._exit_callbacks:
         setter = getattr(callback, "__wrapped__", None)
         variable = getattr(setter, "__self__", None)
         if isinstance(variable, contextvars.ContextVar) and variable in keys:
-            (value,) = _enclosed(callback)["args"]
-            found[keys[variable]] = value
+            found[keys[variable]] = next(iter(_enclosed(callback).get("args", ())), None)
     return {key: None if _is_unset(value) else value for key, value in found.items()}
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("qkvpass").warning("qkvpass: %s", message)
 
 
 def _is_unset(value: Any) -> bool:

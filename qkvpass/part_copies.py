@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from .editor import Editor, NotPossible
 from .layout import Int, Layout, known, product
-from .match import Facts, tensor_of
+from .match import Facts, aliases_input, may_return_input, tensor_of
 from .speculate import FAILED, Edited, Rewrite, State
 
 aten = torch.ops.aten
@@ -81,9 +81,21 @@ def _parts(copy: Node, count: int, facts: Facts) -> list[tuple[int, Node]]:
             index = _index(tensor_of(user), value.storage_offset(), size, count)
             if index is None:
                 stack.append(user)
+            elif _leaves(user, facts):
+                return []
             else:
                 found.append((index, user))
     return sorted(found, key=lambda part: (part[0], facts.order[part[1]]))
+
+
+def _leaves(part: Node, facts: Facts) -> bool:
+    """Whether ``as_strided``, or an alias not known here, may read beyond a part."""
+    for user in part.users:
+        if aliases_input(user) or may_return_input(user):
+            return True
+        if facts.is_view(user) and _leaves(user, facts):
+            return True
+    return False
 
 
 def _index(value: Tensor | None, start: Int, size: Int, count: int) -> int | None:

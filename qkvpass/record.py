@@ -48,7 +48,7 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
     here = {node.name for node in state.facts.nodes}
     for node, entry in _moved_operands(original):
         if node.name not in here:  # a rewrite has another in its place, which moves the same
-            entries[node.name] = entry
+            entries.setdefault(node.name, entry)
     return tuple(_in_order(original, entries, state))
 
 

@@ -44,6 +44,12 @@ class State:
     certified_only: bool = False
 
     @property
+    def taken(self) -> frozenset[str]:
+        """Names that no new node may have: of the user's nodes, and of copies that are told of."""
+        parts = (name for names in self.parts.values() for name in names.values())
+        return self.names.union(self.vanished, parts)
+
+    @property
     def removed(self) -> frozenset[str]:
         """Names of copies that would be gone."""
         return frozenset(self.vanished) | {node.name for node in self.decisions.overlay.removed}
@@ -97,7 +103,7 @@ def improve(
     """
     sites = frozenset(rewrite.find(state))
     while sites:
-        graph = copy_of(state.graph, state.names)
+        graph = copy_of(state.graph, state.taken)
         edited = rewrite.edit(graph, state, sites)
         facts = Facts(graph, state.facts.autograd)
         tried = State(

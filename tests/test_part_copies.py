@@ -170,7 +170,15 @@ class FiveParts(Kernel):
         return items.reshape(5, -1, n, HEAD_DIM).unbind(0)[:3]
 
 
-@pytest.mark.parametrize("model", [ReadWhole, ReadsOffset, ReturnsPart, KeyIsNeeded])
+class ReachesBeyond(Kernel):
+    """q is read beyond its end, where k lies, as ``as_strided`` may."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.parts(x)
+        return self.attend(q, k, v), q.view(-1)[1:].as_strided((4,), (1,), q.numel()).sum()
+
+
+@pytest.mark.parametrize("model", [ReachesBeyond, ReadWhole, ReadsOffset, ReturnsPart, KeyIsNeeded])
 def test_left_alone(model: Callable[[], nn.Module]) -> None:
     tag("aware")
     outcome = standins.decide(model(), x())

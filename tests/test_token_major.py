@@ -138,6 +138,24 @@ def test_the_cat_of_k_is_turned_with_that_of_q(dynamic: bool) -> None:
     assert sum("in which q is written" in note for note in outcome.report.notes) == 1
 
 
+class OneCat(families.Base):
+    """One cat writes q and k."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, _, v = (head_major(t) for t in self.qkv(x).chunk(3, -1))
+        q = torch.cat((q[:, :, :1], q[:, :, 1:] * 2), 2)
+        return self.out(merged(F.scaled_dot_product_attention(q, q, v)))
+
+
+def test_a_turned_cat_is_told_of_like_one_that_is_not() -> None:
+    traced = standins.trace(OneCat(), x())
+    told = [
+        [(c.node, c.operand) for c in standins.apply_pass(traced, relay_q=relay).report.copies]
+        for relay in (True, False)
+    ]
+    assert ("cat", "query") in told[0] and set(told[0]) == set(told[1])
+
+
 def test_the_cat_of_k_stays_where_that_of_q_does() -> None:
     """k's cat is turned for the sake of q's, whose turning took a copy out; never alone."""
     outcome = standins.decide(CatOfKey(), x())
