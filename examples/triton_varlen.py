@@ -110,9 +110,8 @@ def launch(q, k, v, cu_seqlens, max_seqlen, wrap=lambda kernel: kernel):
     return out, seen
 
 
-@qkvpass.stride_capable(
-    "q", "k", "v", slower=(SLOWER,)
-)  # an op of its own until Inductor opens it up
+# An op of its own until Inductor opens it up.
+@qkvpass.stride_capable("q", "k", "v", slower=(SLOWER,))
 @torch.library.triton_op("qkvpass_example::varlen_attention", mutates_args=())
 def launch_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int

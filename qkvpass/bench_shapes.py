@@ -180,19 +180,20 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """All sequences are equally long, so that SDPA's batch is a view."""
+    q, k, v = (t.unflatten(0, (-1, longest)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
 class Packed(nn.Module):
     """(tokens, width): split, three copies, attention within each sequence (SGLang, vLLM)."""
 
     def __init__(self, shape: Shape, attend: Callable[..., Tensor] | None, copies: bool) -> None:
         super().__init__()
-        self.shape, self.attend, self.copies = shape, attend or self.by_sdpa, copies
+        self.shape, self.attend, self.copies = shape, attend or by_sdpa, copies
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
-
-    def by_sdpa(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        """All sequences are equally long, so that SDPA's batch is a view."""
-        q, k, v = (t.unflatten(0, (-1, longest)).transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
     def forward(self, x: Tensor, bounds: Tensor, longest: int, cos: Tensor, sin: Tensor) -> Tensor:
         shape = self.shape
@@ -218,8 +219,12 @@ class Batched(nn.Module):
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
         q, k, v = self.operands(self.qkv(x), *rope)
-        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q))
         return self.out(attended.transpose(1, 2).reshape(x.shape))
+
+    def mask(self, q: Tensor) -> Tensor | None:
+        """What is added to the scores, of shape (batch, heads, tokens, tokens)."""
+        return None
 
     def operands(self, packed: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError
@@ -249,7 +254,7 @@ class Windows(Batched):
         return tuple(t.view(batch, heads, tokens, dim) for t in parts)
 
 
-class Positions(Batched):
+class Positions(Windows):
     """SAM with its relative positions: they are added to the scores, and computed of a dense q."""
 
     def __init__(self, shape: Shape, attend: Callable[..., Tensor] | None, copies: bool) -> None:
@@ -262,27 +267,16 @@ class Positions(Batched):
             torch.randn(self.columns, self.columns, shape.dim) / shape.dim
         )
 
-    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        heads, dim = self.shape.heads, self.shape.dim
-        packed = self.qkv(x).view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)
-        if self.copies:
-            q, k, v = packed.reshape(3, batch * heads, tokens, dim).unbind(0)
-            k, v = (t.view(batch, heads, tokens, dim) for t in (k, v))
-        else:
-            q, k, v = packed.unbind(0)
-            q = q.reshape(batch * heads, tokens, dim)
-        mask = self.mask(q).view(batch, heads, tokens, tokens)
-        q = q.view(batch, heads, tokens, dim)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(attended.transpose(1, 2).reshape(x.shape))
+    def operands(self, packed: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().operands(packed)
+        return (q if self.copies else q.contiguous()), k, v
 
     def mask(self, q: Tensor) -> Tensor:
-        """What is added to the scores, of shape (batch and heads, tokens, tokens)."""
         grid = q.view(-1, self.rows, self.columns, q.shape[-1])
         rows = torch.einsum("bhwc,hkc->bhwk", grid, self.by_row)
         columns = torch.einsum("bhwc,wkc->bhwk", grid, self.by_column)
-        return (rows[..., :, None] + columns[..., None, :]).reshape(-1, q.shape[1], q.shape[1])
+        mask = rows[..., :, None] + columns[..., None, :]
+        return mask.reshape(*q.shape[:-1], q.shape[-2])
 
 
 class Prefix(Batched):

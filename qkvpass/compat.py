@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import functools
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +20,8 @@ from torch._inductor.custom_graph_pass import get_hash_for_files as _hash_for_fi
 from torch._library.triton import triton_ops_to_kernels as _triton_ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata as extract_tensor_metadata
+
+from .once import log_once
 
 __all__ = [
     "CountedBytes",
@@ -147,7 +147,7 @@ def _put_back_by(revert: Any) -> dict[str, Any]:
     enclosed = _enclosed(revert)
     invalidate, undo = enclosed.get("invalidate"), enclosed.get("undo")
     if invalidate is None or undo is None:
-        _say_once("config patches of this torch are unknown: a pass that a slot held may not run")
+        log_once("config patches of this torch are unknown: a pass that a slot held may not run")
         return {}
     keys = {
         module._config[key].user_override: key
@@ -161,11 +161,6 @@ def _put_back_by(revert: Any) -> dict[str, Any]:
         if isinstance(variable, contextvars.ContextVar) and variable in keys:
             found[keys[variable]] = next(iter(_enclosed(callback).get("args", ())), None)
     return {key: None if _is_unset(value) else value for key, value in found.items()}
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logging.getLogger("qkvpass").warning("qkvpass: %s", message)
 
 
 def _is_unset(value: Any) -> bool:

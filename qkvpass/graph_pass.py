@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import functools
 import glob
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,11 +36,10 @@ from .decide import Decisions, decide
 from .edit import apply
 from .editor import transplant
 from .match import Facts
+from .once import log_once
 from .record import attention_of, decisions_of, graph_text
 from .report import Report
 from .speculate import Rewrite, State, improve
-
-log = logging.getLogger("qkvpass")
 
 REWRITES = (
     bias_fold.FOLD,
@@ -204,7 +202,7 @@ class StridedQKVPass(CustomGraphPass):
         except Exception as fault:
             if _strict():
                 raise
-            _log_once(f"a graph is left as it was: {type(fault).__name__}: {fault}")
+            log_once(f"a graph is left as it was: {type(fault).__name__}: {fault}")
             report = Report((), (), "", "", fault=f"{type(fault).__name__}: {fault}")
         deliver(report)
 
@@ -218,7 +216,7 @@ class StridedQKVPass(CustomGraphPass):
             return None
         key = tags.registry_key()
         if key is None:
-            _log_once(
+            log_once(
                 "a condition is no importable function and has no version: compiles go uncached"
             )
             return None
@@ -240,11 +238,6 @@ def _source_hash() -> bytes:
     return hash_files(tuple(sorted(glob.glob(os.path.join(folder, "*.py")))))
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-    log.warning("qkvpass: %s", message)
-
-
 def run(graph: Graph, options: Options) -> Report:
     """Decide, edit, and say what was done.
 
@@ -262,7 +255,7 @@ def run(graph: Graph, options: Options) -> Report:
         untouched = list(graph.nodes) == original.nodes
         if state.graph is graph or not untouched or _strict():
             raise
-        _log_once(f"all rewrites were left out: {type(fault).__name__}: {fault}")
+        log_once(f"all rewrites were left out: {type(fault).__name__}: {fault}")
         return _finish(original, rewritten(original, options, ()), start)
 
 
@@ -311,7 +304,7 @@ def rewritten(facts: Facts, options: Options, rewrites: tuple[Rewrite, ...]) -> 
             if _strict():
                 raise
             text = f"{rewrite.option} was left out: {type(fault).__name__}: {fault}"
-            _log_once(text)
+            log_once(text)
             state = replace(state, notes=(*state.notes, text))
     return state
 

@@ -81,9 +81,8 @@ def slower_verdict(candidate: Candidate) -> Verdict | None:
     """``no-gain`` where an op was measured to lose more by strides than the copy costs."""
     for sink in candidate.sinks:
         value = sink.value.meta["val"]
-        arch, size = arch_of(value.device), (hint(value.shape[-1]), hint(nbytes(value)))
         for slower in _slower(sink):
-            if slower.covers(arch, *size):
+            if slower.covers(arch_of(value.device), hint(value.shape[-1]), hint(nbytes(value))):
                 return Reason.NO_GAIN, f"{sink.node.name} reads strides slower: {slower.measured}"
     return None
 

@@ -45,10 +45,11 @@ def decisions_of(original: Facts, state: State) -> tuple[CopyDecision, ...]:
     for node in original.sources:
         if node.name in state.vanished:
             entries[node.name] = _vanished(node, original, state.vanished[node.name])
-    here = {node.name for node in state.facts.nodes}
-    for node, entry in _moved_operands(original):
-        if node.name not in here:  # a rewrite has another in its place, which moves the same
-            entries.setdefault(node.name, entry)
+    if state.facts is not original:
+        here = {node.name for node in state.facts.nodes}
+        for node, entry in _moved_operands(original):
+            if node.name not in here:  # a rewrite has another in its place, which moves the same
+                entries.setdefault(node.name, entry)
     return tuple(_in_order(original, entries, state))
 
 

@@ -109,18 +109,44 @@ def _fits(writer: Node, output: Node) -> bool:
 def edit(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
     """Have the cats named write in the order of the copy behind the attention."""
     facts = Facts(graph)
-    editor = Editor(graph, facts)
+    turns = {
+        name: Turn(
+            site.order,
+            f"{name}, which writes q, writes it in the order in which {site.copy.name} wants it",
+            (site.copy.name,),
+        )
+        for name, site in _sites(facts, state.removed).items()
+        if name in sites
+    }
+    return _turn(facts, turns)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a writer, known by its name, is to write.
+
+    Args:
+        order: of its dims, from the outermost in memory to the innermost.
+        note: says so.
+        copies: those that must go for it to pay, beside its own.
+    """
+
+    order: tuple[int, ...]
+    note: str
+    copies: tuple[str, ...] = ()
+
+
+def _turn(facts: Facts, turns: dict[str, Turn]) -> dict[str, Edited]:
+    editor = Editor(facts.graph, facts)
+    nodes = {node.name: node for node in facts.nodes}
     edited = {}
-    for name, site in _sites(facts, state.removed).items():
-        if name not in sites:
-            continue
+    for name, turn in turns.items():
         try:
-            dense = _relay(site.writer, site.order, editor)
+            dense = _relay(nodes[name], turn.order, editor)
         except NotPossible:
             edited[name] = FAILED
             continue
-        note = f"{name}, which writes q, writes it in the order in which {site.copy.name} wants it"
-        edited[name] = Edited(note, _pays(dense.name, site.copy.name))
+        edited[name] = Edited(turn.note, _pays(dense.name, *turn.copies))
     editor.journal.commit()
     return edited
 
@@ -154,22 +180,12 @@ def _mates(state: State) -> dict[str, tuple[int, ...]]:
 
 def edit_mates(graph: Graph, state: State, sites: frozenset[str]) -> dict[str, Edited]:
     """Have the cats named write in the order of q's."""
-    facts = Facts(graph)
-    editor = Editor(graph, facts)
-    edited = {}
-    nodes = {node.name: node for node in graph.nodes}
-    for name, order in _mates(state).items():
-        if name not in sites:
-            continue
-        try:
-            dense = _relay(nodes[name], order, editor).name
-        except NotPossible:
-            edited[name] = FAILED
-            continue
-        note = f"{name} writes in the order in which q is written"
-        edited[name] = Edited(note, _pays(dense))
-    editor.journal.commit()
-    return edited
+    turns = {
+        name: Turn(order, f"{name} writes in the order in which q is written")
+        for name, order in _mates(state).items()
+        if name in sites
+    }
+    return _turn(Facts(graph), turns)
 
 
 def _relay(writer: Node, order: Sequence[int], editor: Editor) -> Node:

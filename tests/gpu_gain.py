@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qkvpass import bench, bench_shapes
 
@@ -35,7 +34,7 @@ def run(attention: str, heads: int, dim: int, shape: tuple[int, int], device: st
     """One cell: microseconds of each way, and their ratios with 95 % intervals."""
     sequences, longest = shape
     tokens, width = sequences * longest, heads * dim
-    attend = bench_shapes.load_attention(attention, device) or by_sdpa
+    attend = bench_shapes.load_attention(attention, device) or bench_shapes.by_sdpa
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     packed = torch.randn(tokens, 3 * width, device=device, dtype=dtype)
     bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device) * longest
@@ -66,12 +65,6 @@ def run(attention: str, heads: int, dim: int, shape: tuple[int, int], device: st
         "strided / dense": [kernel.ratio, kernel.low, kernel.high],
         "copies and dense / strided": [pays.ratio, pays.low, pays.high],
     }
-
-
-def by_sdpa(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    """SDPA over equally long sequences; its batch is a view."""
-    q, k, v = (t.unflatten(0, (-1, longest)).transpose(1, 2) for t in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
 def cells(attentions: Sequence[str], until: float, device: str, small: bool) -> list[Any]:

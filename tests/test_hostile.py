@@ -300,7 +300,7 @@ def test_a_fault_in_a_rewrite_costs_no_plain_removal(
     with pytest.raises(ZeroDivisionError):
         standins.apply_pass(traced, target="eager")
     monkeypatch.delenv("QKVPASS_STRICT")
-    graph_pass._log_once.cache_clear()
+    graph_pass.log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "qkvpass"):
         outcome = standins.apply_pass(traced, target="eager")
     standins.verify(outcome)

@@ -189,7 +189,7 @@ def test_the_bisector_keeps_the_backend_on_request():
 def test_a_limit_that_is_no_number_leaves_the_graph_alone(monkeypatch, caplog, limit):
     monkeypatch.delenv("QKVPASS_STRICT")
     monkeypatch.setenv(halving.VARIABLE, limit)
-    graph_pass._log_once.cache_clear()
+    graph_pass.log_once.cache_clear()
     standins.tag("aware")
     gm = standins.trace(attention, torch.randn(16, 8), torch.randn(8, 3 * WIDTH))
     with caplog.at_level(logging.WARNING, "qkvpass"):

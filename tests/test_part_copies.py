@@ -29,10 +29,13 @@ class Packed(families.Base):
         super().__init__()
         self.positions = nn.Parameter(torch.randn(TOKENS, TOKENS, HEAD_DIM) / 4)
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+    def whole(self, x: Tensor) -> Tensor:
         b, n, _ = x.shape
         qkv = self.qkv(x).view(b, n, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        return qkv.reshape(3, b * HEADS, n, HEAD_DIM).unbind(0)
+        return qkv.reshape(3, b * HEADS, n, HEAD_DIM)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.whole(x).unbind(0)
 
     def mask(self, q: Tensor) -> Tensor:
         return torch.einsum("bqd,qkd->bqk", q, self.positions)
@@ -127,15 +130,9 @@ def test_compiled() -> None:
 class ReadWhole(Kernel):
     """Somebody reads all three at once, as dense."""
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        b, n, _ = x.shape
-        qkv = self.qkv(x).view(b, n, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        qkv = qkv.reshape(3, b * HEADS, n, HEAD_DIM)
-        return *qkv.unbind(0), torch.ops.standin.rotary(qkv)
-
     def forward(self, x: Tensor) -> Any:
-        q, k, v, read = self.parts(x)
-        return self.attend(q, k, v), read
+        qkv = self.whole(x)
+        return self.attend(*qkv.unbind(0)), torch.ops.standin.rotary(qkv)
 
 
 class ReadsOffset(Kernel):

@@ -77,7 +77,7 @@ def test_the_audit_finds_a_wrong_edit_and_takes_it_back(monkeypatch):
 
 def test_a_fault_is_logged_once_and_the_compile_goes_on(monkeypatch, caplog):
     monkeypatch.delenv("QKVPASS_STRICT")
-    graph_pass._log_once.cache_clear()
+    graph_pass.log_once.cache_clear()
     monkeypatch.setattr(graph_pass, "decide", lambda *args: 1 / 0)
     graphs = [scaling.layered_graph(1) for _ in range(2)]
     before = [snapshot(graph) for graph in graphs]
